@@ -398,6 +398,9 @@ def test_what_is_off_until_it_is_set_is_set_by_its_flag_and_is_none_of_those_tha
         assert getattr(made.exploration, flag.partition(".")[2].replace("-", "_")) == value
         assert flag in flags(made)
         assert flag in help_of(GSM8K)  # among what there is more
+    for flag, word in {"--run.backup": "/shared", "--reference-scorer": "trainer"}.items():
+        assert flag not in flags(GSM8K)
+        assert flag in flags(overridden(GSM8K, flag, word))
 
 
 def test_whatever_has_no_effect_in_a_recipe_is_among_its_fields() -> None:

@@ -255,7 +255,8 @@ def placement(name: str, machine: Machine) -> tuple[str, str]:
     full = dict.fromkeys(range(len(machine.gpus)), 0)
     for worker, place in places_on(made, machine).items():
         for gpu in place.gpus:
-            full[gpu] += by_part["trainer"] if "trainer" in worker else by_part["searcher"] + by_part["reference"]
+            searcher_bytes = by_part["searcher"] + by_part.get("reference", 0)
+            full[gpu] += by_part["trainer"] if "trainer" in worker else searcher_bytes
     ranks = "1 rank" if made.trainer.count == 1 else f"{made.trainer.count} ranks"
     searchers = "1 searcher" if made.searcher_count == 1 else f"{made.searcher_count} searchers"
     shared = "both on it" if len(machine.gpus) == 1 else f"{ranks} + {searchers}"

@@ -9,17 +9,21 @@ steps of a completion, L its later segments, N teachers, K top tokens of a teach
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tba.types import TEACHER, TOP_IDS, TOP_LOGS, Completion, Group, Trajectory
+from tba.types import TEACHER, TOP_IDS, TOP_LOGS, Completion, FloatArray, Group, Prompt, TopScores, Trajectory
+
+AnsweredPrompt: TypeAlias = tuple[Prompt, Sequence[Completion]]
+ScoresOfAnswer = TypeVar("ScoresOfAnswer", "FloatArray", TopScores)
 
 
 @dataclass(frozen=True)
@@ -362,3 +366,47 @@ def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -
 def shortest_row(batch: Batch) -> Tensor:
     """Returns the index of the shortest row, as a micro-batch of its own."""
     return batch.length_B.argmin()[None]
+
+
+def score_in_passes(
+    answered: Sequence[AnsweredPrompt],
+    scores_of: Callable[[Batch], Iterable[ScoresOfAnswer]],
+    tokens_per_pass: int,
+    share_prompt: bool,
+) -> list[list[ScoresOfAnswer]]:
+    """Returns the scores of completions of several prompts; `scores_of` gives those of one pass, row by row."""
+    if not any(completions for _, completions in answered):
+        return [[] for _ in answered]
+    batch = answers_to_score(answered)
+    scores: dict[int, ScoresOfAnswer] = {}
+    for rows in micro_batches(batch, tokens_per_pass, share_prompt=share_prompt):
+        scores |= zip(rows.tolist(), scores_of(batch.select(rows)), strict=True)
+    rows_in_order = iter(range(batch.rows))
+    return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered]
+
+
+def answers_to_score(answered: Sequence[AnsweredPrompt]) -> Batch:
+    """Returns a batch of answers to be scored, whose rewards and reference log-probabilities are not known yet: 0."""
+    completions = [c for _, completions in answered for c in completions]
+    length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)
+    prompt_length_G = np.array([len(prompt.tokens) for prompt, _ in answered], dtype=np.int64)
+    prompt_GP = np.zeros((len(answered), prompt_length_G.max()), dtype=np.int64)
+    completion_BT = np.zeros((len(completions), length_B.max()), dtype=np.int64)
+    for row, (prompt, _) in zip(prompt_GP, answered, strict=True):
+        row[: len(prompt.tokens)] = prompt.tokens
+    mask_BT = np.arange(length_B.max()) < length_B[:, None]
+    for row, mask, completion in zip(completion_BT, mask_BT, completions, strict=True):
+        row[: len(completion.tokens)] = completion.tokens
+        if completion.mask is not None:
+            mask[: len(completion.tokens)] = completion.mask
+    return Batch(
+        prompt_GP=torch.from_numpy(prompt_GP),
+        prompt_length_G=torch.from_numpy(prompt_length_G),
+        completion_BT=torch.from_numpy(completion_BT),
+        length_B=torch.from_numpy(length_B),
+        mask_BT=torch.from_numpy(mask_BT),
+        log_reference_BT=torch.zeros(completion_BT.shape),
+        reward_B=torch.zeros(len(completions)),
+        group_B=torch.from_numpy(np.repeat(np.arange(len(answered)), [len(c) for _, c in answered])),
+        segment_start_BL=segment_starts(completions),
+    )

@@ -374,8 +374,8 @@ class AnswerScorer(Protocol):
         """
 
 
-class Reference(AnswerScorer, Protocol):
-    """Computes log-probabilities under the reference policy, on the searcher's side."""
+class ReferenceScorer(AnswerScorer, Protocol):
+    """Computes log-probabilities under a version of the reference policy."""
 
     @property
     def version(self) -> Version: ...
@@ -384,6 +384,10 @@ class Reference(AnswerScorer, Protocol):
         """Returns the log-probabilities of completions at the recipe's policy temperature: [i][j], float32 [T], of the
         j-th completion of the i-th prompt.
         """
+
+
+class Reference(ReferenceScorer, Protocol):
+    """Computes log-probabilities under the reference policy, on the searcher's side."""
 
     def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
         """Loads the weights of another reference, in place. Raises `KeyError` or `ValueError` on a name or shape
@@ -466,6 +470,35 @@ class SharesPrompts(Protocol):
     """A policy that runs each prompt once per group where it can."""
 
     padding_reason: str  # why it cannot, and pads each row; empty: it can, or was not asked to
+
+
+class ScoringPolicy(Protocol):
+    """What can be evaluated as a policy, and is not trained."""
+
+    @property
+    def heads(self) -> torch.nn.ModuleDict: ...
+
+    @property
+    def share_prompt(self) -> bool: ...
+
+    def evaluate(self, batch: Batch) -> PolicyOutput: ...
+
+
+class WeightHolder(Protocol):
+    """A policy whose weights can be replaced."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None: ...
+
+
+@runtime_checkable
+class ScoresInTrainer(Protocol):
+    """A model whose reference can be spread over the trainer's ranks, or share a policy's memory."""
+
+    def frozen_policy(self, temperature: float, sharding: Sharding | None, policy: Policy) -> ScoringPolicy | None:
+        """Returns the policy as it begins: as this rank's rows of it, or the base of `policy`; None: neither."""
+        ...
 
 
 class SavedPolicy(Policy, Protocol):

@@ -25,6 +25,7 @@ from tba.protocols import (
     Acted,
     EndingSchedule,
     Exploration,
+    HasAdapters,
     HasBeta,
     HasDtype,
     HasFlow,
@@ -69,6 +70,8 @@ class RuntimeSettings:
     synchronous_rounds: bool = False  # searchers answer, judge and send a round before they begin the next (as inline)
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
+    backup: Path | None = None  # folder on a shared disk, in which the run is backed up under its name; None: nowhere
+    backup_every: float = 600.0  # seconds between backups
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMA.items():
@@ -132,7 +135,7 @@ class ClusterSettings:
         return nodes
 
 
-_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
+_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag", "backup_every")
 _MINIMA = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
 
 
@@ -177,9 +180,12 @@ class Recipe:
     sync_every: int = 2  # k, optimizer updates between weight syncs
     reference: str | None = None  # another model as the reference, by folder, GGUF file, adapter or Hub name, with the
     # policy's tokenizer; None: what the policy begins as
+    reference_scorer: Literal["searchers", "trainer"] = "searchers"  # who scores answers under the reference; on GPUs
+    # the trainer, where the reference does not fit beside an engine: sharded over its ranks, under LoRA the base itself
     reference_reset: int = 0  # optimizer updates between resets of the reference to the policy; 0: never
     reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
     rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
+    # (and a trainer that scores, between two steps)
     policy_temperature: float = 1.0  # temperature of the policy and the reference in the objective
     overlong_penalty: float | Literal["drop"] = 0.0  # taken off rewards of answers cut off, or drop; in proportion off
     # those beyond four fifths of the longest (DAPO: 1); held-out answers and demonstrations keep theirs; 0: nothing;
@@ -238,6 +244,8 @@ class Recipe:
                 f"--reference is {self.reference}, and --reference-reset is {self.reference_reset}: a reset would put "
                 "the policy in its place; leave one of them out"
             )
+        if self.reference_scorer == "trainer":
+            self._require_what_trainer_scores_need()
         if self.runtime == "inline" and self.trainer.count != 1:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
         if self.runtime == "inline" and self.searchers not in (None, 1):
@@ -264,6 +272,18 @@ class Recipe:
             )
         self._require_what_the_control_moves()
         self._require_what_the_objective_needs()
+
+    def _require_what_trainer_scores_need(self) -> None:
+        if self.reference_reset and isinstance(self.model, HasAdapters) and self.model.lora.rank:
+            raise UserError(
+                f"--reference-scorer is trainer, and --reference-reset is {self.reference_reset}, but under adapters "
+                "the trainer's reference is the base, which no reset changes: set one of them back"
+            )
+        if self.offline:
+            raise UserError(
+                "--reference-scorer is trainer, but --offline there are no new answers, and imported ones are scored "
+                "already: leave it out"
+            )
 
     def _require_what_the_control_moves(self) -> None:
         if self.control.signal == "none":
@@ -349,6 +369,11 @@ class Recipe:
         return pull or self.reference_reset > 0 or not self.teachers.replaces_reference
 
     @property
+    def has_trainer_scores(self) -> bool:
+        """Returns whether the trainer scores answers under the reference, in place of searchers."""
+        return self.scores_reference and self.reference_scorer == "trainer"
+
+    @property
     def unused(self) -> Mapping[str, str]:
         """Returns the fields without effect, each with the setting that would give it one (`tba.fields`)."""
         unused_fields: dict[str, str] = {}
@@ -356,14 +381,20 @@ class Recipe:
             unused_fields |= {"cluster": "runtime cluster", "address": "runtime cluster"}
         if self.runtime == "inline" and isinstance(self.task, LimitsEpisodes):
             unused_fields |= {"task.limits": "runtime processes"}
+        if self.run.backup is None:
+            unused_fields |= {"run.backup": "run.backup FOLDER", "run.backup_every": "run.backup"}
+        if self.reference_scorer == "searchers":
+            unused_fields |= {"reference_scorer": "reference_scorer trainer"}
         if self.runtime == "inline":
             unused_fields |= {"run.synchronous_rounds": "runtime processes"}
         else:
             unused_fields |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.scores_reference:
-            unused_fields |= {"reference": "teacher.weights below 1"}
+            unused_fields |= dict.fromkeys(("reference", "reference_scorer"), "teacher.weights below 1")
         if not self.reference_reset:
-            unused_fields |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
+            unused_fields |= {"reset_optimizer": "reference_reset"}
+        if not self.reference_reset and not self.has_trainer_scores:
+            unused_fields |= {"rescored_per_round": "reference_reset"}
         if isinstance(self.objective, HasLogZ) and not self.objective.needs & HEADS:
             unused_fields |= {"optimizer.head_lr": "objective.log_z learned"}
         return unused_fields

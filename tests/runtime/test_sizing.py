@@ -190,6 +190,19 @@ def test_ranks_are_as_many_as_fit_and_every_other_gpu_has_a_searcher(
         assert memory_shortage(replace(sized_recipe, trainer=RankSettings(ranks - 1)), host) is not None
 
 
+def test_where_the_reference_does_not_fit_beside_an_engine_the_trainer_scores(at: Models) -> None:
+    seven, tight, roomy = (
+        recipe_of("math", at(SEVEN)),
+        machine(*[48] * 16, memory=2000),
+        machine(*[80] * 16, memory=2000),
+    )
+    assert decided(seven, roomy).reference_scorer == "searchers"
+    sized_recipe = decided(seven, tight)
+    assert sized_recipe.reference_scorer == "trainer"
+    refuse_what_cannot_fit(sized_recipe, tight)
+    assert memory_shortage(replace(sized_recipe, reference_scorer="searchers"), tight) is not None
+
+
 def test_where_checkpointing_is_open_several_ranks_do_it_as_soon_as_they_do_not_fit_without(at: Models) -> None:
     host = machine(*[80] * 8)
     seven = recipe_of("gsm8k", at(SEVEN), gradient_checkpointing=None)

@@ -27,6 +27,7 @@ class ResumeOptions:
     """Says whether lost data are accepted."""
 
     accept_lost_rows: bool = False  # resume even if the journal has lost trajectories; they are counted as damaged
+    runs: Path = Path("runs")  # the folder to which a run is copied back from its backup
 
 
 @dataclass(frozen=True)

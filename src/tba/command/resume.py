@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tba.command.options import ResumeOptions
@@ -9,8 +10,10 @@ from tba.command.train import closing_words, warn_if_busy
 from tba.record.faults import note_unreadable
 from tba.record.live import View
 from tba.record.terminal import terminal
+from tba.record.text import duration
 from tba.runs.resuming import begin_incarnation, resume_point
 from tba.runs.running import execute
+from tba.runtime.backup import is_backup, restore_run
 from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.local.forkserver import prepare_forkserver
@@ -23,8 +26,13 @@ _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver 
 
 
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
-    """Returns the exit code, the same as that of `tba train`."""
+    """Returns the exit code, the same as that of `tba train`. The path of a backup is copied back to a run first."""
     console = terminal()
+    if is_backup(path):
+        restored_run, backup = restore_run(path, options.runs / path.resolve().name)
+        age = duration(time.time() - backup.time)
+        console.print(f"copied back from the backup at {path}, which was made {age} ago", highlight=False)
+        path = restored_run.displayed_path
     prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     stopped_run = RunDirectory.open(path)
     with stopped_run.hold_lock(_PATIENCE if driver_lives(stopped_run.path) else _KILLED_PATIENCE) as run:

@@ -38,9 +38,9 @@ from tba.models.warm_start import WarmStart, prepare_warm_start, results_folder
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled, no_bars, readable
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, read_adapters, switch_adapters
-from tba.policy.reference import FrozenReference
+from tba.policy.reference import BasePolicy, FrozenReference
 from tba.pretrained import SAFE
-from tba.protocols import HEADS, ComputeCost, Policy, Reference, SavedPolicy, Task, Work
+from tba.protocols import HEADS, ComputeCost, Policy, Reference, SavedPolicy, ScoringPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
@@ -395,6 +395,20 @@ class HuggingFace:
             model = copy_on_same_base(engine_model)
         switch_adapters(model, enabled=False)
         return FrozenReference(model, version, temperature)
+
+    def frozen_policy(self, temperature: float, sharding: Sharding | None, policy: Policy) -> ScoringPolicy | None:
+        """Returns the policy as it begins, which only scores: the base of `policy` where that has adapters, else a
+        rank's rows of a model in the precision of computing. None: neither (`reference` has all of it).
+        """
+        if self.lora.rank and isinstance(policy, CausalPolicy):
+            return BasePolicy(policy)
+        if sharding is None:
+            return None
+        self._allow_tf32()
+        model, files = load_unfilled(self._full_path, self.compute)
+        frozen = CausalPolicy(model.requires_grad_(False), temperature)
+        frozen.shard(sharding, files)
+        return frozen
 
     def save(self, policy: Policy, path: Path) -> None:
         with no_bars():

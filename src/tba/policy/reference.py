@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.batch import Batch, micro_batches, segment_starts
+from tba.batch import AnsweredPrompt, Batch, score_in_passes
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import copy_on_same_base, has_adapters, switch_adapters
 from tba.policy.packed import ATTENTION
-from tba.types import Completion, FloatArray, Prompt, TopScores, Version
+from tba.protocols import PolicyOutput
+from tba.types import FloatArray, TopScores, Version
 
-AnsweredPrompt: TypeAlias = tuple[Prompt, Sequence[Completion]]
 _Scores = TypeVar("_Scores", "FloatArray", TopScores)
 
 
@@ -90,15 +90,12 @@ class FrozenReference:
         self, answered: Sequence[AnsweredPrompt], scores_of: Callable[[Batch], Iterable[_Scores]]
     ) -> list[list[_Scores]]:
         """Returns the scores of completions of several prompts; `scores_of` gives those of one pass, row by row."""
-        if not any(completions for _, completions in answered):
-            return [[] for _ in answered]
-        batch = _batch(answered)
-        scores: dict[int, _Scores] = {}
-        for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
+
+        def inferred_scores_of(part: Batch) -> list[_Scores]:
             with torch.inference_mode(), self._stream_context():
-                scores |= zip(rows.tolist(), scores_of(batch.select(rows)), strict=True)
-        rows_in_order = iter(range(batch.rows))
-        return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered]
+                return list(scores_of(part))
+
+        return score_in_passes(answered, inferred_scores_of, self._tokens_per_pass, self._policy.share_prompt)
 
     def model_on_same_weights(self) -> PreTrainedModel:
         """Returns a model of the same weights, whose memory it shares, for an engine; without adapters. It is as the
@@ -125,6 +122,29 @@ class FrozenReference:
 
 
 @dataclass(frozen=True)
+class BasePolicy:
+    """A policy with adapters as it is without them: its base, whose memory it shares."""
+
+    policy: CausalPolicy
+
+    @property
+    def heads(self) -> torch.nn.ModuleDict:
+        return self.policy.heads
+
+    @property
+    def share_prompt(self) -> bool:
+        return self.policy.share_prompt
+
+    def evaluate(self, batch: Batch) -> PolicyOutput:
+        """Returns what the base gives for a batch."""
+        switch_adapters(self.policy.model, enabled=False)
+        try:
+            return self.policy.evaluate(batch)
+        finally:
+            switch_adapters(self.policy.model, enabled=True)
+
+
+@dataclass(frozen=True)
 class TopTokenScorer:
     """Scores answers by a model, with its `count` most probable tokens at each place."""
 
@@ -140,30 +160,3 @@ class TopTokenScorer:
     def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[TopScores]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion."""
         return self.model.top_scores_of(answered, self.count, self.below)
-
-
-def _batch(answered: Sequence[AnsweredPrompt]) -> Batch:
-    """Returns a batch to be scored: its rewards and reference log-probabilities are not known yet, so these are 0."""
-    completions = [c for _, completions in answered for c in completions]
-    length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)
-    prompt_length_G = np.array([len(prompt.tokens) for prompt, _ in answered], dtype=np.int64)
-    prompt_GP = np.zeros((len(answered), prompt_length_G.max()), dtype=np.int64)
-    completion_BT = np.zeros((len(completions), length_B.max()), dtype=np.int64)
-    for row, (prompt, _) in zip(prompt_GP, answered, strict=True):
-        row[: len(prompt.tokens)] = prompt.tokens
-    mask_BT = np.arange(length_B.max()) < length_B[:, None]
-    for row, mask, completion in zip(completion_BT, mask_BT, completions, strict=True):
-        row[: len(completion.tokens)] = completion.tokens
-        if completion.mask is not None:
-            mask[: len(completion.tokens)] = completion.mask
-    return Batch(
-        prompt_GP=torch.from_numpy(prompt_GP),
-        prompt_length_G=torch.from_numpy(prompt_length_G),
-        completion_BT=torch.from_numpy(completion_BT),
-        length_B=torch.from_numpy(length_B),
-        mask_BT=torch.from_numpy(mask_BT),
-        log_reference_BT=torch.zeros(completion_BT.shape),
-        reward_B=torch.zeros(len(completions)),
-        group_B=torch.from_numpy(np.repeat(np.arange(len(answered)), [len(c) for _, c in answered])),
-        segment_start_BL=segment_starts(completions),
-    )

@@ -32,6 +32,7 @@ KINDS = (
     "damaged_checkpoints",  # passed over in favour of an older one that is whole
     "reward_retries",  # a reward raised or hung and was called again
     "journal_recoveries",  # a damaged journal was set aside, and its rows moved to a new one
+    "backup_failures",  # a backup failed, and so may those that followed it
     "damaged_trajectories",  # one of the journal was not what had been written: it is left out
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended

@@ -50,6 +50,7 @@ EVALUATING = "evaluating"  # versions that are to be evaluated, or being evaluat
 SEARCHER_EVALUATING = "searcher_evaluating"  # share of the searchers' time so far, in 0..1; others likewise
 GENERATED_TOKENS = "generated_tokens"  # by all searchers, since the run began
 TRAINED_TOKENS = "tokens"  # in this step's batch
+BACKUP_AGE = "backup_age"  # seconds since the newest backup began, or since the trainer did where there is none yet
 JOURNAL_ROWS = "journal_rows"  # trajectories that the trainer has read from the journal: it holds at least so many
 
 RATE_POINTS = 40  # at most, over a run

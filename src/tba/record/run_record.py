@@ -12,15 +12,42 @@ from pathlib import Path
 
 from tba.errors import UserError
 from tba.evaluation.estimators import GREEDY, SAMPLED
+from tba.json_input import parse_json
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.failure import Failure
 from tba.record.faults import describe_unreadable, read_all_records
+from tba.record.jsonl import write_json
 from tba.record.metrics import column
 from tba.record.run_warnings import by_version, recorded_warnings
 from tba.record.summary import Summary
 from tba.record.text import percent
 from tba.types import Evaluation, Json, Version
+
+
+@dataclass(frozen=True)
+class BackupFacts:
+    """Holds what a run notes of its newest backup, in `logs/backup.json`."""
+
+    time: float  # seconds since the epoch
+    seconds: float  # that it took
+    rows: int  # trajectories in its journal
+    tokens: int
+    bytes: int  # of its journal
+    place: str  # its folder
+
+    def write(self, directory: Path) -> None:
+        """Write the facts of a backup of the run in `directory`."""
+        write_json(directory / "logs" / "backup.json", self)
+
+    @classmethod
+    def read(cls, directory: Path) -> BackupFacts | None:
+        """Returns the newest backup of the run in `directory`; None where there is none, or its note is damaged."""
+        try:
+            facts: BackupFacts = parse_json((directory / "logs" / "backup.json").read_bytes(), cls)
+        except (OSError, ValueError):
+            return None
+        return facts
 
 
 @dataclass(frozen=True)
@@ -36,6 +63,7 @@ class RunRecord:
     unreadable: Sequence[str] = ()  # a sentence for each file that has lines which cannot be read
     warnings: Sequence[str] = ()  # the sentences recorded, oldest first
     best: str | None = None  # the best checkpoint that is not the newest: its folder and its figure
+    backup: BackupFacts | None = None  # the newest backup; None: there is none
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -56,6 +84,7 @@ class RunRecord:
             unreadable=[describe_unreadable(name, bad) for name, (_, bad) in lines.items() if bad],
             warnings=recorded_warnings(directory),
             best=_describe_best(directory, figures),
+            backup=BackupFacts.read(directory),
         )
 
     @property

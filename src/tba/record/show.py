@@ -6,6 +6,7 @@ that does not close is said not to.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer, figure
 from tba.record.ledger import TERMS, Ledger
 from tba.record.metrics import MEAN_STEPS, column
-from tba.record.run_record import RunRecord
+from tba.record.run_record import BackupFacts, RunRecord
 from tba.record.summary import NOTABLE_WAIT, Summary
 from tba.record.text import (
     duration,
@@ -50,8 +51,15 @@ def show(run: RunRecord) -> RenderableType:
         parts.append(section("Health", health_table(run)))
         parts.append(section("What became of what was generated", ledger_table(run.summary)))
         parts.append(section("The run", facts_table(summary_facts(run.summary))))
+    if run.backup is not None:
+        parts.append(section("The newest backup", Text(printable(_describe_backup(run.backup), 300))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
+
+
+def _describe_backup(backup: BackupFacts) -> str:
+    age = duration(time.time() - backup.time)
+    return f"{age} ago, {backup.rows:,} trajectories, {size(backup.bytes)}, at {backup.place}"
 
 
 def brief(run: RunRecord) -> RenderableType:

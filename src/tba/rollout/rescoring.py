@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tba.protocols import Journal, Reference
+from tba.protocols import Journal, ReferenceScorer
 from tba.types import Completion, Prompt, Score, Trajectory
 
 
 @dataclass
 class Rescorer:
-    """Scores what the trainer requests, under the searcher's current reference."""
+    """Scores what the trainer requests, under the current reference."""
 
-    reference: Reference
+    reference: ReferenceScorer
     journal: Journal
     per_round: int  # trajectories
     lease_seconds: float  # for which no other searcher is given them

@@ -24,6 +24,7 @@ from tba.replay.database import suspect_mark
 from tba.runs.importing import import_answers, import_initial_answers, refuse_files
 from tba.runs.recipe_resolution import hardware_of, with_device, with_sizes, with_weights
 from tba.runs.validating import notes_on_data, notes_on_prompts
+from tba.runtime.backup import back_up_once
 from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import outside_cause
 from tba.runtime.importing import adopt_imports, is_prepared
@@ -108,6 +109,7 @@ def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks 
             for e in summary.evaluations:
                 if e.version.step == summary.steps:
                     events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
+    back_up_once(recipe, run)
     return summary, runtime.exit_code
 
 

@@ -71,6 +71,7 @@ class BatchQueue:
         self._stop = stop
         self._deadline = deadline
         self.fill = fill
+        self.on_wait: Callable[[], object] = lambda: None  # called again and again in the trainer's thread meanwhile
         self._thread = ThreadPoolExecutor(1, "batches") if prefetch else None
         self._prefetch: Future[FetchedBatch] | None = None
         self._reason: NotReady | None = "warm_up"
@@ -128,6 +129,7 @@ class BatchQueue:
             began, received = time.monotonic(), self._replay.buffer.received
             with self._clock.state("idle"):
                 while wait([batch], _CHECK_SECONDS).not_done:
+                    self.on_wait()
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
                     if self._replay.buffer.received > received:
                         began, received = time.monotonic(), self._replay.buffer.received
@@ -157,4 +159,6 @@ class BatchQueue:
                     f"the trainer waited {self._deadline:g} s for a batch ({self._reason}): "
                     f"look at logs/searcher-*.log for why no trajectories come{_REASON_NOTES.get(self._reason, '')}"
                 )
+            if self._thread is None:
+                self.on_wait()
             self.fill()

@@ -6,11 +6,19 @@ moment; an allocator holds a few percent more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.protocols import Acted, HasGradientCheckpointing, JudgedByModels, LoadedOnDevice, Work
+from tba.protocols import (
+    Acted,
+    HasAdapters,
+    HasGradientCheckpointing,
+    JudgedByModels,
+    LoadedOnDevice,
+    ScoresInTrainer,
+    Work,
+)
 from tba.recipe import Recipe
 from tba.record.text import size
 from tba.runtime.teaching import loads_reference, scorers_of
@@ -49,6 +57,8 @@ def needs(recipe: Recipe) -> list[Need]:
             result = [need for need in result if need.part != name]
             device_owner = scorer if isinstance(scorer, LoadedOnDevice) else recipe.model
             result.append(Need(name, device_owner.trainer_device.type, memory["reference"]))
+    if recipe.has_trainer_scores:
+        result = _with_reference_in_trainer(recipe, result)
     if not loads_reference(recipe, recipe.model):
         result = [need for need in result if need.part != "reference"]
     result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
@@ -64,6 +74,26 @@ def with_checkpointing(recipe: Recipe) -> Recipe | None:
     if model.trainer_device.type != "cuda" or not is_open:
         return None
     return replace(recipe, model=replace(model, gradient_checkpointing=True))
+
+
+def with_trainer_scores(recipe: Recipe) -> Recipe | None:
+    """Returns the recipe with a trainer that scores answers under the reference, if searchers do and it can; else None.
+    Searchers then need no memory for it, and each rank of the trainer needs its part.
+    """
+    is_base_reset = recipe.reference_reset > 0 and isinstance(recipe.model, HasAdapters) and recipe.model.lora.rank > 0
+    if not recipe.scores_reference or recipe.has_trainer_scores or recipe.offline or is_base_reset:
+        return None
+    return replace(recipe, reference_scorer="trainer") if isinstance(recipe.model, ScoresInTrainer) else None
+
+
+def _with_reference_in_trainer(recipe: Recipe, part_needs: Sequence[Need]) -> list[Need]:
+    """Returns the needs with a rank's rows of the reference's weights in the trainer's: none under adapters, whose base
+    is the reference. Its passes are smaller than those of training.
+    """
+    weights = sum(need.parts["weights"] for need in part_needs if need.part == "reference")
+    is_base = recipe.reference is None and isinstance(recipe.model, HasAdapters) and recipe.model.lora.rank > 0
+    rows = {"reference": 0 if is_base else weights // recipe.trainer.count}
+    return [replace(n, parts={**n.parts, **rows}) if n.part == "trainer" else n for n in part_needs]
 
 
 def work_of(recipe: Recipe) -> Work:

@@ -257,7 +257,11 @@ class RunDirectory:
         local_journal = self.path / "journal.sqlite"
         if local_journal.exists():
             return local_journal
-        folder = setting(self.facts["resolved"], "run", "journal_dir")
+        return self.journal_by(self.facts["resolved"])
+
+    def journal_by(self, resolved: Json) -> Path:
+        """Returns the journal's file by a resolved recipe, wherever that lies."""
+        folder = setting(resolved, "run", "journal_dir")
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)
 
     @property

@@ -8,6 +8,7 @@ and GPUs of unknown memory are never refused.
 - No searchers given: as many as fit on the GPUs that the trainer leaves.
 - No ranks given: as few as it takes until the trainer fits, and as many as leave no GPU that no engine can use; beyond
   one node whole nodes, where there are enough. Room for a searcher is left in any case.
+- The reference does not fit beside an engine: the trainer scores answers under it.
 - Gradient checkpointing open, several ranks: on, where they do not fit without. (One rank decides pass by pass; several
   have to do the same.)
 - vLLM on one GPU each, and a searcher does not fit there: the engine is spread over as few as it takes.
@@ -26,12 +27,13 @@ from tba.recipe import Recipe
 from tba.record.text import plural, size
 from tba.runtime.devices import USABLE, Place, engine_gpus, places
 from tba.runtime.hardware import ClusterNodes, Hardware
-from tba.runtime.needs import needs, with_checkpointing
+from tba.runtime.needs import needs, with_checkpointing, with_trainer_scores
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
 
 _LORA_RANK = "16"  # that is proposed
 _RAY_STEP = 1e-4  # of a GPU: parts of it are reserved in such steps
+_TRAINER_SCORES = ("--reference-scorer", "trainer")
 _FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # which a run that is resumed keeps
 
 
@@ -74,8 +76,22 @@ def device_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
 
 def sizing_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     """Returns the flags for what the recipe leaves open: numbers of ranks and searchers, whether several ranks
-    checkpoint gradients, and over how many GPUs an engine of vLLM is spread; none without GPUs.
+    checkpoint gradients, over how many GPUs an engine of vLLM is spread, and whether the trainer scores answers under
+    the reference; none without GPUs.
     """
+    flags, scoring_recipe = _count_flags(recipe, hardware), with_trainer_scores(recipe)
+    if not flags or scoring_recipe is None:
+        return flags
+    shortage = memory_shortage(override(recipe, flags, "", recorded=True), hardware)
+    if shortage is None or shortage[0] != "searcher":
+        return flags
+    scoring_flags = [*_TRAINER_SCORES, *_count_flags(scoring_recipe, hardware)]
+    fits = memory_shortage(override(recipe, scoring_flags, "", recorded=True), hardware) is None
+    return scoring_flags if fits else flags
+
+
+def _count_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
+    """Returns the flags for what the recipe leaves open, with the scorer of the reference as it is."""
     is_open = recipe.runtime != "inline" and not _reserves_other_gpus(recipe)
     if not is_open or not recipe.model.gpus_per_searcher or not hardware.gpus:
         return []

@@ -36,7 +36,7 @@ from tba.protocols import (
     path_of,
 )
 from tba.recipe import Recipe
-from tba.types import Completion, FloatArray, Prompt, StopReason, Version
+from tba.types import ELSEWHERE, Completion, FloatArray, Prompt, StopReason, Version
 from tba.user_code import problems_of
 
 _Pairs: TypeAlias = "list[tuple[Prompt, Completion]]"
@@ -68,24 +68,34 @@ class NoReference:
 
 
 def reference_of(recipe: Recipe, model: Model) -> Reference:
-    """Returns the reference that a run of a prepared model begins with; `NoReference` where it has no part in the
-    target. Raises `UserError` for another tokenizer.
+    """Returns the reference that a searcher begins with, of a prepared model; `NoReference` where it has no part in the
+    target, or where the trainer scores: no version of it scored such answers. Raises `UserError` for another tokenizer.
     """
+    if recipe.has_trainer_scores:
+        return NoReference(ELSEWHERE)
     return _scored_reference(recipe, model) if recipe.scores_reference else NoReference(Version())
 
 
 def loads_reference(recipe: Recipe, model: Model) -> bool:
     """Returns whether searchers load the reference: it is scored, or a teacher that scores texts asks it."""
     teachers = _teachers(recipe, model)
-    return recipe.scores_reference or any(_difference(recipe.task, model, teacher) for teacher in teachers)
+    is_scored_here = recipe.scores_reference and not recipe.has_trainer_scores
+    return is_scored_here or any(_difference(recipe.task, model, teacher) for teacher in teachers)
+
+
+def reference_model_of(recipe: Recipe, model: Model) -> Model:
+    """Returns the model that the reference is: another one, or the prepared model of the run. Raises `UserError` for
+    another tokenizer.
+    """
+    if recipe.reference is None:
+        return model
+    reference_model = _load_model(recipe, model, recipe.reference, "--reference")
+    _require_same_tokenizer(recipe.task, model, reference_model)
+    return reference_model
 
 
 def _scored_reference(recipe: Recipe, model: Model) -> Reference:
-    if recipe.reference is None:
-        return model.reference(recipe.policy_temperature, Version())
-    reference_model = _load_model(recipe, model, recipe.reference, "--reference")
-    _require_same_tokenizer(recipe.task, model, reference_model)
-    return reference_model.reference(recipe.policy_temperature, Version())
+    return reference_model_of(recipe, model).reference(recipe.policy_temperature, Version())
 
 
 def teachers_of(recipe: Recipe, model: Model, reference: Reference) -> list[AnswerScorer]:

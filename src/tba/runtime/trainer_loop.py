@@ -40,7 +40,7 @@ from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
-from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
+from tba.record.metrics import BACKUP_AGE, EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
 from tba.record.run_warnings import PADDED, STALE
 from tba.record.step_watches import CollapseWatch, SignalWatch, StalenessWatch
@@ -48,6 +48,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
+from tba.runtime.backup import BackupThread, start_backup
 from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
 from tba.runtime.checkpointing import LoopState, TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
@@ -55,6 +56,7 @@ from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.results import TrainerResult
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.trainer_scores import TrainerScores, start_trainer_scores
 from tba.runtime.watching import AnswerWatch, EvaluationWatch, answer_watch_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.ranks.messages import Ranks, Rendezvous
@@ -114,6 +116,8 @@ class TrainerLoop:
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
     answer_watch: AnswerWatch | None = None
     memory: FreedMemory = field(default_factory=FreedMemory)
+    backup: BackupThread | None = None
+    scores: TrainerScores | None = None  # where answers are scored under the reference here
     versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
@@ -129,6 +133,7 @@ class TrainerLoop:
     def step(self) -> None:
         """Make one optimizer step: take a batch, update, publish the weights if they are due, and record it."""
         trainer, began = self.trainer, time.perf_counter()
+        self.score()
         try:
             fetched = self.batches.next(trainer.version, trainer.published)
         except StopRequested:
@@ -152,6 +157,11 @@ class TrainerLoop:
             self.checkpoint()
         self.memory.give_back()
 
+    def score(self) -> None:
+        """Score some of the answers that are requested, where this trainer does."""
+        if self.scores is not None:
+            self.scores.round()
+
     def _may_leave_out(self) -> bool:
         """Returns whether the version that is due need not be published, because another is still being written.
 
@@ -174,10 +184,11 @@ class TrainerLoop:
         self._last_interval = 0 if self.trainer.published is None else version.step - self.trainer.published.step
         searcher_limit = self.replay.searcher_limit(batch, self.trainer.sync_every)
         self._searchers_are_held = searcher_limit is not None
+        reference = version if as_reference else self.references.current
         manifest = Manifest(
             evaluate=tuple(evaluate),
             stop=self.finished,
-            reference=version if as_reference else self.references.current,
+            reference=None if self.recipe.has_trainer_scores else reference,  # searchers have none
             journal=JournalCounts.of(self.journal).state(),
             wanted=searcher_limit,
         )
@@ -234,11 +245,14 @@ class TrainerLoop:
         """
         with ExitStack() as closers:
             ranks = [] if self.ranks is None else [self.ranks]
-            for part in (*ranks, self.weights, self.journal, self.recorder):
+            scores = [] if self.scores is None else [self.scores]
+            for part in (*ranks, *scores, self.weights, self.journal, self.recorder):
                 closers.callback(part.close)
             self.batches.close()
             self.replay.drain()
             self._record_evaluations()
+            if self.backup is not None:
+                self.backup.close()
             write_json(self.run.result("trainer"), self.result())
 
     def state(self) -> LoopState:
@@ -311,6 +325,8 @@ class TrainerLoop:
         """Make the policy as it was just published the reference of the steps to come."""
         self._wait_for_checkpoint()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
+        if self.scores is not None:
+            self.scores.reset(self.trainer.version)
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.reset_moments()
 
@@ -342,6 +358,7 @@ class TrainerLoop:
             **self.references.metrics(),
             **self._steer(metrics),
             **self._searcher_metrics,
+            **({} if self.backup is None else {BACKUP_AGE: self.backup.age}),
             JOURNAL_ROWS: float(self.journal.position),
             "versions_left_out": float(self.versions_left_out),
         }
@@ -452,7 +469,7 @@ def start_training(
     try:
         journal.lead(_LEAD_SECONDS)
         watch = answer_watch_of(recipe, run)
-        has_resets = recipe.reference_reset > 0
+        has_resets = recipe.reference_reset > 0 or recipe.has_trainer_scores
         settings = replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=recipe.warm_up))
         replay = Replay(journal, settings, recipe.sync_every, seed=recipe.seed, resets=has_resets, on_arrival=watch.see)
         replay.now = version
@@ -517,9 +534,14 @@ def start_training(
         turn_taker=turn_taker,
         ranks=ranks,
         arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
+        backup=start_backup(recipe, run),
     )
     if version.incarnation:
         loop.restore(checkpoint)
+    loop.scores = start_trainer_scores(recipe, run, policy, stop)
+    if loop.scores is not None and (reference := replay.reference) != Version():
+        loop.scores.load(weight_directory.at(reference).read(), reference)
+    loop.batches.on_wait = loop.score
     loop.publish()
     return loop
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -23,7 +27,7 @@ from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
 from tba.replay.codec import EncodedTrajectories
 from tba.replay.follower import JournalFollower
-from tba.runtime.cluster.gateway import JOURNAL, PLACES, Exchange
+from tba.runtime.cluster.gateway import CLAIM_SECONDS, JOURNAL, PLACES, Exchange, PieceSource
 from tba.runtime.cluster.remote import (
     SILENCE,
     RemoteWeights,
@@ -42,7 +46,7 @@ from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_sear
 from tba.runtime.trainer_loop import start_training
 from tba.training.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
-from tba.weights.chunks import FlatBytes
+from tba.weights.chunks import FlatBytes, cut_pieces
 from tba.weights.directory import PublishSettings, WeightDirectory
 from toy.policy import WEIGHT
 
@@ -61,6 +65,43 @@ class Direct:
 
     def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         return list(references)
+
+    def send(self, piece: FlatBytes) -> Any:
+        return piece
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A piece in the store of a node."""
+
+    piece: FlatBytes
+    node: str
+
+
+@dataclass
+class Farther(Direct):
+    """The exchange as a node sees it, with the bytes that each node sends to others."""
+
+    node: str
+    lock: threading.Lock  # the exchange answers one question after another
+    sent: Counter[str]
+    lost: set[str] = field(default_factory=set)  # nodes whose stores are gone
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        with self.lock:
+            return super().call(method, *arguments, **named)
+
+    def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
+        for handed in references:
+            if handed.node in self.lost:
+                raise HandedOutLost("gone")
+            if handed.node != self.node:
+                with self.lock:
+                    self.sent[handed.node] += len(handed.piece)
+        return [handed.piece for handed in references]
+
+    def send(self, piece: FlatBytes) -> Any:
+        return Handed(piece, self.node)
 
 
 @dataclass
@@ -180,6 +221,79 @@ def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path)
     with pytest.raises(HandedOutLost):
         offered.read()
     contact.exchange.close()
+
+
+ContactOf: TypeAlias = Callable[[str], Farther]
+HOME, PIECE, PIECES = "home", 1000, 24
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightDirectory, ContactOf]]:
+    """A run's weights in pieces of 1,000 bytes, and contacts with its exchange by the name of their node."""
+    recipe, run = made(tmp_path / "run")
+    monkeypatch.setattr("tba.runtime.cluster.gateway.cut_pieces", partial(cut_pieces, most_bytes=PIECE))
+    clock = [0.0]
+    exchange = Exchange(run, recipe, lambda piece: Handed(piece, HOME), HOME, lambda: clock[0])
+    lock, sent = threading.Lock(), Counter[str]()
+    yield WeightDirectory(run.weights), lambda node: Farther(exchange, node, lock, sent)
+    exchange.close()
+
+
+def tensor_at(version: Version, weights: RemoteWeights) -> torch.Tensor:
+    return weights.at(version).read()[WEIGHT]
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(1, 1), (3, 3), (4, 1), (8, 1)])
+def test_a_version_leaves_the_trainers_node_once_however_many_nodes_fetch_it(
+    published: tuple[WeightDirectory, ContactOf], nodes: int, copies: int
+) -> None:
+    directory, contact_of = published
+    contacts = [contact_of(f"node-{n}") for n in range(nodes)]
+    weights = [RemoteWeights(contact, contact.node) for contact in contacts for _ in range(2)]  # two searchers each
+    tensor = torch.arange(PIECE * PIECES // 4, dtype=torch.float32)
+    for step in (1, 2):  # with the first one the exchange learns which nodes there are
+        contacts[0].sent.clear()
+        directory.publish({WEIGHT: tensor + step}, Version(0, step), Manifest())
+        with ThreadPoolExecutor(len(weights)) as threads:
+            for taken in threads.map(partial(tensor_at, Version(0, step)), weights):
+                assert torch.equal(taken, tensor + step)
+    sent = contacts[0].sent
+    if nodes >= 4:
+        assert sent[HOME] == copies * PIECE * PIECES
+        assert sum(sent.values()) >= nodes * PIECE * PIECES  # two searchers of a node may fetch a piece twice here
+        assert max(sent[contact.node] for contact in contacts) < 2 * nodes * PIECE * PIECES
+    else:
+        assert sent[HOME] == 2 * copies * PIECE * PIECES  # Ray would fetch once for both
+
+
+def test_pieces_of_a_searcher_that_dies_come_from_the_trainers_node_again(
+    published: tuple[WeightDirectory, ContactOf],
+) -> None:
+    directory, contact_of = published
+    tensor = torch.arange(PIECE * PIECES // 4, dtype=torch.float32)
+    directory.publish({WEIGHT: tensor}, Version(0, 1), Manifest())
+    for n in range(6):
+        contact = contact_of(f"node-{n}")
+        RemoteWeights(contact, contact.node).at(Version(0, 1)).read()
+    last = contact_of("node-9")
+    last.sent.clear()
+    last.lost |= {f"node-{n}" for n in range(6)}  # all that was handed on
+    assert torch.equal(RemoteWeights(last, last.node).at(Version(0, 1)).read()[WEIGHT], tensor)
+    assert last.sent == {HOME: PIECE * PIECES}
+
+
+def test_a_piece_that_was_claimed_and_not_handed_on_is_given_to_another_in_time(
+    published: tuple[WeightDirectory, ContactOf],
+) -> None:
+    directory, contact_of = published
+    directory.publish({WEIGHT: torch.zeros(10)}, Version(0, 1), Manifest())
+    exchange = contact_of("node-1").exchange
+    assert [exchange.piece(Version(0, 1), 0, f"node-{n}").kind for n in range(5)] == ["trainer"] * 3 + ["claim", "wait"]
+    assert exchange.piece(Version(0, 1), 0, HOME).kind == "trainer"
+    exchange._now = lambda: CLAIM_SECONDS + 1
+    assert exchange.piece(Version(0, 1), 0, "node-3").kind == "claim"
+    exchange.hand_on(Version(0, 1), 0, ["here"])
+    assert exchange.piece(Version(0, 1), 0, "node-1") == PieceSource("relay", ["here"])
 
 
 def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path) -> None:

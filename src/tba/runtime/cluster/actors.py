@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class ExchangeActor:
         self._lock_file = hold_shared(self._run.path)
         set_up_log(self._run.path, "exchange")
         recipe = self._run.recipe()
-        self._exchange = Exchange(self._run, recipe, ray.put)
+        self._exchange = Exchange(self._run, recipe, ray.put, ray.get_runtime_context().get_node_id())
         self._visitors = Visitors(self._run, recipe, self._exchange.close_journal)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
         if ray.get_runtime_context().was_current_actor_reconstructed:
@@ -108,6 +108,14 @@ class ExchangeActor:
     @ray.method(concurrency_group="weights")
     def newest(self, version: Version | None) -> Any:
         return self._exchange.newest(version)
+
+    @ray.method(concurrency_group="weights")
+    def piece(self, version: Version, place: int, node: str) -> Any:
+        return self._exchange.piece(version, place, node)
+
+    @ray.method(concurrency_group="weights")
+    def hand_on(self, version: Version, place: int, reference: Sequence[Any]) -> None:
+        self._exchange.hand_on(version, place, reference)
 
     @ray.method(concurrency_group="weights")
     def checkpoint(self, name: str) -> Any:

@@ -80,8 +80,12 @@ class ActorContact:
         purpose = "a piece of the weights from Ray's object store"
         try:
             return [get(reference, self.deadline, purpose) for reference in references]
-        except ray.exceptions.ObjectLostError as error:
+        except ray.exceptions.ObjectLostError as error:  # also where its owner died
             raise HandedOutLost(f"{purpose} is lost with the gateway that held it") from error
+
+    def send(self, piece: FlatBytes) -> Any:
+        """Put a piece into the store of this node, and return its reference."""
+        return ray.put(piece)
 
 
 NAMESPACE = "tba"

@@ -4,14 +4,18 @@ hands out weights.
 Invariant: what a call acknowledges is on disk (written by the journal's own writer, and read by the trainer). The
 gateway holds nothing that cannot be read from the run's directory again, so it can die and be restarted, and a call can
 be repeated.
+
+A piece of a version leaves the trainer's node once: the first who asks for it fetches it from there and hands it on,
+and all others fetch it from where it was handed on. As searchers ask in orders of their own, each hands on a part.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import getmembers, isfunction
-from typing import Any
+from typing import Any, Literal
 
 from tba.protocols import Journal, Manifest, Records
 from tba.recipe import Recipe
@@ -32,6 +36,8 @@ def verbs_of(protocol: type) -> frozenset[str]:
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each worker runs or ran, and its logs
+RELAY_NODES = 4  # nodes besides the trainer's from which on searchers hand pieces on
+CLAIM_SECONDS = 60.0  # that a searcher has to hand a piece on, before another fetches it from the trainer's node
 KEPT_VERSIONS = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
@@ -46,14 +52,40 @@ class Offer:
     base: Offer | None = None  # the version that these are changes of; None: this one is whole
 
 
+@dataclass(frozen=True)
+class PieceSource:
+    """Says where a searcher gets a piece: from the trainer's node, or where another searcher has handed it on."""
+
+    kind: Literal["trainer", "claim", "relay", "wait"]  # claim: from the trainer's, then it is to be handed on; wait:
+    # another searcher has claimed it
+    reference: Sequence[Any] = ()  # of a piece that was handed on
+
+
+@dataclass
+class _Claim:
+    claimed_at: float
+    reference: Sequence[Any] = ()  # once it was handed on
+
+
 class Exchange:
     """The run's side of all remote searchers' connections. `send` puts a piece where the searchers can fetch it, and
-    returns its reference.
+    returns its reference. node: the name of the trainer's node, whose searchers have its pieces already.
 
     Journal and weights may be called from two threads, one each.
     """
 
-    def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[FlatBytes], Any]) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        recipe: Recipe,
+        send: Callable[[FlatBytes], Any],
+        node: str = "",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node = node
+        self._now = now
+        self._other_nodes: set[str] = set()  # that have fetched pieces
+        self._claims: dict[Version, dict[int, _Claim]] = {}  # by the piece's place
         self._run = run
         self._recipe = recipe
         self._send = send
@@ -124,7 +156,34 @@ class Exchange:
             self._offers[version] = Offer(version, published.manifest, header, references, base)
             for version_to_drop in list(self._offers)[:-KEPT_VERSIONS]:
                 del self._offers[version_to_drop]
+            for version_to_drop in self._claims.keys() - self._offers.keys() - {self._base and self._base.version}:
+                del self._claims[version_to_drop]
         return self._offers[version]
+
+    def piece(self, version: Version, place: int, node: str) -> PieceSource:
+        """Returns where a searcher on `node` gets the piece at `place` of a version. With few nodes all of it comes
+        from the trainer's: to hand a piece on costs a copy.
+        """
+        if node != self._node:
+            self._other_nodes.add(node)
+        if node == self._node or len(self._other_nodes) < RELAY_NODES:
+            return PieceSource("trainer")
+        claims = self._claims.setdefault(version, {})
+        claim = claims.get(place)
+        if claim is not None and claim.reference:
+            return PieceSource("relay", claim.reference)
+        if claim is not None and self._now() - claim.claimed_at < CLAIM_SECONDS:
+            return PieceSource("wait")
+        claims[place] = _Claim(self._now())
+        return PieceSource("claim")
+
+    def hand_on(self, version: Version, place: int, reference: Sequence[Any]) -> None:
+        """Note where a piece was handed on, for those who ask for it from now on; nowhere: it is lost."""
+        claims = self._claims.get(version, {})
+        if reference and place in claims:
+            claims[place].reference = reference
+        elif not reference:
+            claims.pop(place, None)
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
         """Returns the files of checkpoints/`name`: the path of each in it, and the references of its pieces."""

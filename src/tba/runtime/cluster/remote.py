@@ -14,7 +14,9 @@ seconds is taken for dead.
 
 from __future__ import annotations
 
+import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +25,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from tba.errors import HandedOutLost, UserError
+from tba.errors import DeadlineExceeded, HandedOutLost, UserError
 from tba.protocols import Journal, PublishedWeights, Records
 from tba.recipe import Recipe
 from tba.recipe_names import VARIANT_MARK
 from tba.replay.codec import from_wire, to_wire
-from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
+from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer, PieceSource
 from tba.runtime.elastic import LocalMembership, Membership, enter_run
 from tba.runtime.program import require_same_version
 from tba.runtime.run_directory import RunDirectory
@@ -39,6 +41,8 @@ from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import FlatBytes, tensors
 from tba.weights.deltas import Restored
 
+_FETCH_SECONDS = 1800.0  # that a version may take while pieces come from other searchers
+_CLAIM_POLL_SECONDS = 0.01  # between two questions for pieces that others fetch
 _FRESH_SECONDS = 0.05  # for which the newest known version counts as the newest
 
 
@@ -50,6 +54,9 @@ class Contact(Protocol):
 
     def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         """Returns the pieces themselves. Raises `HandedOutLost` when they are no longer there."""
+
+    def send(self, piece: FlatBytes) -> Any:
+        """Put a piece where other searchers can fetch it, and return its reference."""
 
 
 def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
@@ -65,10 +72,14 @@ def remote_proxy(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
 
 
 class RemoteWeights:
-    """Versions by name, pulled when they are asked for. The newest is looked up a few times a second at most."""
+    """Versions by name, pulled when they are asked for. The newest is looked up a few times a second at most.
 
-    def __init__(self, contact: Contact) -> None:
-        self._contact = contact
+    Pieces are fetched in a random order, from the trainer's node or from where another searcher has handed them on
+    (`Exchange.piece`). node: the name of this searcher's.
+    """
+
+    def __init__(self, contact: Contact, node: str = "") -> None:
+        self._contact, self._node = contact, node
         self._newest: PublishedWeights | None = None
         self._base: tuple[Version, dict[str, Any]] | None = None  # the newest base that was needed, fetched once
         self._polled_at = -_FRESH_SECONDS
@@ -103,12 +114,50 @@ class RemoteWeights:
         return PublishedWeights(offer.version, offer.manifest, read)
 
     def _fetch_tensors(self, offer: Offer) -> Mapping[str, Any]:
-        fetched_tensors = tensors(offer.header, self._contact.fetch(offer.references))
+        fetched_tensors = tensors(offer.header, self._fetch_pieces(offer))
         if offer.base is None:
             return fetched_tensors
         if self._base is None or self._base[0] != offer.base.version:
-            self._base = (offer.base.version, tensors(offer.base.header, self._contact.fetch(offer.base.references)))
+            self._base = (offer.base.version, tensors(offer.base.header, self._fetch_pieces(offer.base)))
         return Restored(self._base[1], fetched_tensors)
+
+    def _fetch_pieces(self, offer: Offer) -> list[FlatBytes]:
+        """Returns the pieces of a version, in their order. A piece that another searcher has claimed is waited for once
+        all others are here; a claim that is not kept expires.
+        """
+        pieces: dict[int, FlatBytes] = {}
+        missing_places = deque(random.sample(range(len(offer.references)), len(offer.references)))
+        limit, waits = time.monotonic() + _FETCH_SECONDS, 0
+        while missing_places:
+            place = missing_places.popleft()
+            piece = self._fetch_piece(offer, place)
+            if piece is not None:
+                pieces[place], waits = piece, 0
+                continue
+            missing_places.append(place)
+            waits += 1
+            if waits >= len(missing_places):  # all that are missing are on their way to others
+                if time.monotonic() > limit:
+                    raise DeadlineExceeded(
+                        f"waited {_FETCH_SECONDS:g} s for pieces of version {offer.version} that other searchers fetch"
+                    )
+                time.sleep(_CLAIM_POLL_SECONDS)
+        return [pieces[place] for place in range(len(offer.references))]
+
+    def _fetch_piece(self, offer: Offer, place: int) -> FlatBytes | None:
+        """Returns a piece; None while another searcher fetches it from the trainer's node."""
+        source: PieceSource = self._contact.call("piece", offer.version, place, self._node)
+        if source.kind == "wait":
+            return None
+        if source.kind == "relay":
+            try:
+                return self._contact.fetch(source.reference)[0]
+            except HandedOutLost:  # with the searcher that handed it on
+                self._contact.call("hand_on", offer.version, place, ())
+        piece = self._contact.fetch([offer.references[place]])[0]
+        if source.kind == "claim":
+            self._contact.call("hand_on", offer.version, place, [self._contact.send(piece)])
+        return piece
 
 
 def connect_via(contact: Contact, name: str, place: Json) -> Connections:
@@ -117,7 +166,8 @@ def connect_via(contact: Contact, name: str, place: Json) -> Connections:
     journal: Journal = remote_proxy(JOURNAL, partial(contact.call, "journal", name))
     records: Records = remote_proxy(RECORDS, partial(contact.call, "record"))
     journal.resume()
-    return Connections(journal, RemoteWeights(contact), records, incarnation)
+    node = str(place.get("node_id", "")) if isinstance(place, Mapping) else ""
+    return Connections(journal, RemoteWeights(contact, node), records, incarnation)
 
 
 @contextmanager

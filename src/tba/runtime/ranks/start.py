@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tba.errors import UserError
-from tba.protocols import HEADS, Policy, SavedPolicy, path_of
+from tba.protocols import HEADS, Policy, SavedPolicy, ScoresInTrainer, ScoringPolicy, path_of
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels
+from tba.runtime.teaching import reference_model_of
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
 from tba.training.ranks.messages import Ranks, Rendezvous, name_of_rank
@@ -71,8 +72,9 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     ranks.broadcast("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     sharded = _sharded(recipe, ranks, saved)
     optimizer = Rank0Optimizer(ranks, recipe.optimizer, sharded.parameters(), list(sharded.heads.parameters()))
+    reference = reference_part(recipe, sharded, ranks)
     ranks.wait_until_loaded()
-    return Rank0Policy(sharded, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
+    return Rank0Policy(sharded, ranks, recipe.max_tokens_per_pass, recipe.model.compute, reference), optimizer
 
 
 def follow(
@@ -104,10 +106,31 @@ def follow(
             if saved is not None:
                 Checkpoint.load(saved).load_heads(policy.heads)
                 optimizer.load(saved)
+        reference = reference_part(recipe, policy, ranks)
         ranks.wait_until_loaded()
-        Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass).follow()
+        Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass, reference).follow()
     finally:
         ranks.close()
+
+
+def reference_part(recipe: Recipe, policy: Policy, ranks: Ranks | None) -> ScoringPolicy | None:
+    """Returns this process's part of the reference by which the trainer scores answers: under adapters the policy's own
+    base. None where searchers score, or where one process loads all of it. Raises `UserError` for a model that cannot.
+
+    recipe: its model is prepared.
+    """
+    if not recipe.has_trainer_scores:
+        return None
+    model = reference_model_of(recipe, recipe.model)
+    if isinstance(model, ScoresInTrainer):
+        sharding = None if ranks is None else ranks.sharding(recipe.model.compute)
+        return model.frozen_policy(recipe.policy_temperature, sharding, policy)
+    if ranks is not None:
+        raise UserError(
+            f"--reference-scorer is trainer, but {type(model).__name__} has no reference that several ranks share: set "
+            "it to searchers, or --trainer.ranks to 1"
+        )
+    return None
 
 
 def _fingerprint(recipe: Recipe) -> str:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -26,7 +26,8 @@ from torch.nn import Parameter
 from tba.batch import Batch, deal, shortest_row, to_device
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded, UserError
-from tba.protocols import PolicyOutput, SavedPolicy
+from tba.protocols import PolicyOutput, SavedPolicy, ScoringPolicy, WeightHolder
+from tba.sharding import local_part
 from tba.streaming import SAFETENSORS_NAMES, TensorChange, TensorStream, changes_since
 from tba.training.gradients import Slice, assemble
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -89,6 +90,7 @@ class Rank0Policy:
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
     published_dtype: torch.dtype = torch.float32  # to which each rank casts `weights` before they travel
+    reference: ScoringPolicy | None = None  # this rank's part of it, where the trainer scores answers under it
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
     checkpoint_thread: Background = field(init=False)  # the checkpoint that is being written
     # unset while the weights are being gathered for publication
@@ -117,19 +119,7 @@ class Rank0Policy:
                 "the batch has episodes of several segments, which a model whose prompts are not shared within groups "
                 "cannot train over several ranks: train it on one, or leave such episodes out"
             )
-        rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
-        shares = [_RankShare.of(batch, rows) for rows in rows_by_rank]
-        optional = [name for name in _OPTIONAL if getattr(batch, name) is not None]
-        batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS, *optional)}
-        self.ranks.broadcast("evaluate", batch_tensors, gradient=torch.is_grad_enabled())
-        with self.ranks.name_collectives("evaluate"):
-            output = self.local_policy.evaluate(shares[0].part.batch)
-        outputs_by_rank = {0: [t.detach() for t in present_outputs(output)]}
-        for rank, share in enumerate(shares):
-            if rank and share.is_used:
-                outputs_by_rank[rank] = self.ranks.receive(share.shapes(list(self.heads)), rank)
-        slices = [(shares[rank].part, tensors) for rank, tensors in outputs_by_rank.items() if shares[rank].is_used]
-        batch_outputs = _assemble_batch(batch, slices)
+        shares, output, batch_outputs = self._evaluate_shares("evaluate", self.local_policy, batch)
         if not torch.is_grad_enabled():
             return _to_output(batch_outputs, output)
         entropy_B = torch.full((batch.rows,), torch.nan, device=self.ranks.device)
@@ -143,6 +133,41 @@ class Rank0Policy:
 
         rank_outputs = _to_output(_RankOutputs.apply(self._anchor, backpropagate, *batch_outputs), output)
         return replace(rank_outputs, entropy_B=lambda: entropy_B)
+
+    def score(self, batch: Batch) -> Tensor:
+        """Returns the log-probabilities of all rows under the reference, float32 [B, T], without gradient."""
+        assert self.reference is not None
+        with torch.no_grad():
+            _, output, batch_outputs = self._evaluate_shares("score", self.reference, batch)
+        return _to_output(batch_outputs, output).log_policy_BT
+
+    def reset_reference(self) -> None:
+        """Make the policy as it is the reference, on each rank its own rows."""
+        self.ranks.broadcast("reset_reference")
+        _copy_rows_to(self.reference, self.local_policy)
+
+    def load_reference(self, weights: Mapping[str, Tensor]) -> None:
+        """Load other weights into the reference of all ranks."""
+        self.ranks.broadcast("load_reference", weights)
+        cast(WeightHolder, self.reference).load(weights)
+
+    def _evaluate_shares(
+        self, command: str, policy: ScoringPolicy, batch: Batch
+    ) -> tuple[list[_RankShare], PolicyOutput, list[Tensor]]:
+        """Have each rank evaluate its share of a batch; returns the shares, this rank's output, and the batch's."""
+        rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, policy.share_prompt)
+        shares = [_RankShare.of(batch, rows) for rows in rows_by_rank]
+        optional = [name for name in _OPTIONAL if getattr(batch, name) is not None]
+        batch_tensors = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS, *optional)}
+        self.ranks.broadcast(command, batch_tensors, gradient=torch.is_grad_enabled())
+        with self.ranks.name_collectives(command):
+            output = policy.evaluate(shares[0].part.batch)
+        outputs_by_rank = {0: [t.detach() for t in present_outputs(output)]}
+        for rank, share in enumerate(shares):
+            if rank and share.is_used:
+                outputs_by_rank[rank] = self.ranks.receive(share.shapes(list(policy.heads)), rank)
+        slices = [(shares[rank].part, tensors) for rank, tensors in outputs_by_rank.items() if shares[rank].is_used]
+        return shares, output, _assemble_batch(batch, slices)
 
     def _backpropagate(
         self, batch: Batch, shares: Sequence[_RankShare], output: PolicyOutput, gradients: Sequence[Tensor]
@@ -264,6 +289,7 @@ class Follower:
     optimizer: Optimizer
     ranks: Ranks
     max_tokens: int
+    reference: ScoringPolicy | None = None  # this rank's part of it, where the trainer scores answers under it
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
     _output: PolicyOutput | None = None
     _share: _RankShare | None = None
@@ -278,6 +304,9 @@ class Follower:
         """Execute the commands of rank 0, and wait for nothing else, until it sends "end"."""
         handlers: dict[str, Callable[[RankCommand], object]] = {
             "evaluate": self._evaluate,
+            "score": self._score,
+            "reset_reference": lambda command: _copy_rows_to(self.reference, self.local_policy),
+            "load_reference": self._load_reference,
             "backpropagate": self._backpropagate,
             "step": self._step,
             "reset_moments": lambda command: self.optimizer.reset_moments(),
@@ -294,13 +323,26 @@ class Follower:
         self._checkpoint_thread.wait()
 
     def _evaluate(self, command: RankCommand) -> None:
+        self._share, self._output = self._evaluate_share(self.local_policy, command)
+
+    def _score(self, command: RankCommand) -> None:
+        assert self.reference is not None
+        self._evaluate_share(self.reference, command)
+
+    def _load_reference(self, command: RankCommand) -> None:
+        cast(WeightHolder, self.reference).load(command.tensors)
+
+    def _evaluate_share(self, policy: ScoringPolicy, command: RankCommand) -> tuple[_RankShare, PolicyOutput]:
+        """Evaluate this rank's share of a batch, and send what comes out."""
         batch = Batch(**command.tensors)
-        rows_by_rank = deal(batch, self.ranks.count, self.max_tokens, self.local_policy.share_prompt)
-        self._share = _RankShare.of(batch, rows_by_rank[self.ranks.rank])
+        share = _RankShare.of(
+            batch, deal(batch, self.ranks.count, self.max_tokens, policy.share_prompt)[self.ranks.rank]
+        )
         with torch.set_grad_enabled(bool(command.arguments["gradient"])):
-            self._output = self.local_policy.evaluate(self._share.part.batch)
-        if self._share.is_used:
-            self.ranks.send(present_outputs(self._output), 0)
+            output = policy.evaluate(share.part.batch)
+        if share.is_used:
+            self.ranks.send(present_outputs(output), 0)
+        return share, output
 
     def _backpropagate(self, command: RankCommand) -> None:
         assert self._share is not None
@@ -341,6 +383,14 @@ class Follower:
         outgoing = OutgoingWeights.of(self.local_policy, self.ranks, everything, dtype, self.copies)
         self._hold_copies = outgoing.hold
         self._sending.start(outgoing.send)
+
+
+def _copy_rows_to(reference: ScoringPolicy | None, policy: SavedPolicy) -> None:
+    """Copy a rank's rows of the policy's weights to those of the reference, in its precision."""
+    weights = policy.weights()
+    with torch.no_grad():
+        for name, tensor in cast(WeightHolder, reference).weights().items():
+            local_part(tensor).copy_(local_part(weights[name]))
 
 
 class _RankOutputs(torch.autograd.Function):

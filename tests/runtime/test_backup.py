@@ -1,0 +1,205 @@
+"""A run whose own disk is gone goes on from its backup, and what came after that is told by its number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import command, ended, forked, inline, inline_again, steps_of, train, until
+
+from tba.__main__ import main
+from tba.errors import UserError
+from tba.record.faults import read_faults
+from tba.record.metrics import BACKUP_AGE, read_metrics
+from tba.record.run_record import BackupFacts
+from tba.record.summary import Summary
+from tba.replay.follower import JournalFollower
+from tba.runtime.backup import Backup, BackupThread, BackupWriter, restore_run
+from tba.runtime.run_directory import RunDirectory
+from tba.training.checkpoint import newest_sound_checkpoint
+
+SECONDS = 120.0
+STRIDE = 9  # calls between two kills; with 1 the test takes 255 s
+SHORT = (
+    *("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8"),
+    *("--record.samples-per-batch", "0", "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20"),
+)
+RUN = (*SHORT, "--runtime", "inline", "--steps", "40", "--reference-reset", "15")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 steps, with checkpoints and two resets of its reference."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    inline(path, *RUN)
+    return path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, in a folder for runs."""
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(finished, tmp_path / "runs" / "run")
+    return tmp_path / "runs" / "run"
+
+
+def writer_of(run: Path, place: Path) -> BackupWriter:
+    return BackupWriter(RunDirectory.open(run), run / "journal.sqlite", place)
+
+
+def rows_of(run: Path) -> int:
+    with JournalFollower(run / "journal.sqlite", create=False) as journal:
+        return journal.totals().rows
+
+
+def resume(place: Path, runs: Path, *arguments: str) -> int:
+    return main(["resume", str(place), "--runs", str(runs), "--runtime", "inline", *arguments])
+
+
+def test_a_killed_run_whose_folder_is_gone_goes_on_from_its_backup(tmp_path: Path) -> None:
+    run, shared = tmp_path / "runs" / "run", tmp_path / "shared"
+    backed_up = ("--run.backup", str(shared), "--run.backup-every", "0.2")
+    running = train(run, *SHORT, *backed_up, "--steps", "100000", "--reference-reset", "30")
+    until(lambda: (b := Backup.read(shared / "run")) and b.number > 1 and b.checkpoints, SECONDS, "a third backup")
+    running.kill()
+    until(lambda: running.poll() is not None, SECONDS, "its end")
+    made_backup = BackupFacts.read(run)
+    assert made_backup is not None
+    assert made_backup.place == str(shared / "run")
+    assert read_metrics(run)[-1][BACKUP_AGE] >= 0
+    with RunDirectory.open(run).hold_lock(SECONDS):  # its parts have ended
+        shutil.rmtree(tmp_path / "runs")
+    newest = Backup.read(shared / "run")
+    assert newest is not None
+    steps = steps_of(shared / "run" / newest.state)
+    again = command(
+        "resume",
+        str(shared / "run"),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--accept-lost-rows",
+        "--steps",
+        str(steps + 20),
+    )
+    out, err = again.communicate(SECONDS)
+    assert again.returncode == 0, err
+    assert f"copied back from the backup at {shared / 'run'}" in " ".join(out.split())
+    summary = Summary.read(run)
+    assert summary is not None
+    assert summary.trajectories.closes()
+    assert summary.tokens.closes()
+    assert summary.steps == steps + 20
+    last = Backup.read(shared / "run")  # the run that goes on is backed up, too, with its summary
+    assert last is not None
+    assert last.end.rows == rows_of(run)
+    assert (shared / "run" / last.state / "summary.json").exists()
+
+
+def test_rows_after_the_backup_are_told_by_their_number_and_the_account_closes_without_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = writer_of(run, tmp_path / "shared")
+    writer.back_up()
+    rows = rows_of(run)
+    inline_again(run, "--steps", "60")
+    writer.note_acknowledged()
+    missing = rows_of(run) - rows
+    assert missing > 10
+    shutil.rmtree(run)
+    assert resume(tmp_path / "shared", tmp_path / "runs", "--steps", "60") == 2
+    restored = tmp_path / "runs" / "shared"
+    error = capsys.readouterr().err
+    assert f"at least {missing:,} of the {rows + missing:,} trajectories that it held are missing" in error
+    assert main(["resume", str(restored), "--runtime", "inline", "--steps", "60", "--accept-lost-rows"]) == 0
+    summary = Summary.read(restored)
+    assert summary is not None
+    assert (summary.steps, summary.trajectories.damaged) == (60, missing)
+    assert summary.trajectories.closes()
+    assert summary.tokens.closes()
+
+
+def test_killed_at_any_step_the_last_complete_backup_stays(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    place, restored = tmp_path / "shared", tmp_path / "restored"
+    writer_of(run, place).back_up()
+    before = rows_of(run)
+    inline_again(run, "--steps", "60")
+    after, kills, code, found = rows_of(run), 1 - STRIDE, -signal.SIGKILL, set()
+    while code == -signal.SIGKILL:
+        kills += STRIDE
+        code = ended(forked(partial(back_up_until_killed, run, place, kills)))
+        restore_run(place, restored)
+        found.add(rows_of(restored))
+        checkpoint, damage = newest_sound_checkpoint(restored / "checkpoints")
+        assert checkpoint is not None
+        assert checkpoint.version.step == (40 if rows_of(restored) == before else 60)
+        assert not damage
+        shutil.rmtree(restored)
+    assert (code, found) == (0, {before, after})
+    assert kills > 5 * STRIDE
+
+
+def back_up_until_killed(run: Path, place: Path, calls: int) -> None:
+    """Back up, and be killed at the call of this number that changes names or flushes a file, if there are as many."""
+    left = iter(range(calls - 1))
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("replace", "rename", "fsync", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
+    writer_of(run, place).back_up()
+
+
+def test_a_folder_with_the_backup_of_another_run_or_of_a_copy_is_refused(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    inline(tmp_path / "other", *RUN, "--steps", "5")
+    writer_of(tmp_path / "other", place).back_up()
+    with pytest.raises(UserError, match="has the backup of another run"):
+        writer_of(run, place)
+    shutil.rmtree(place)
+    writer_of(run, place).back_up()
+    copied, _ = restore_run(place, tmp_path / "copy")
+    assert resume(tmp_path / "copy", tmp_path, "--steps", "50") == 0
+    writer_of(copied.path, place).back_up()
+    with pytest.raises(UserError, match="or of a copy that went on elsewhere"):
+        writer_of(run, place)
+
+
+def test_a_damaged_backup_is_refused_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    writer_of(run, place).back_up()
+    (increment,) = (place / "increments").iterdir()
+    with increment.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"something else")
+    with pytest.raises(UserError, match=r"is damaged \(000001.sqlite has"):
+        restore_run(place, tmp_path / "restored")
+    assert not [path for path in tmp_path.iterdir() if "restored" in path.name]
+    manifest = (place / "backup.json").read_text()
+    (place / "backup.json").write_text(manifest.replace("000001.sqlite", "../000001.sqlite"))
+    with pytest.raises(UserError, match="names a file outside of it"):
+        restore_run(place, tmp_path / "restored")
+    (place / "backup.json").write_text(manifest)
+    with pytest.raises(UserError, match="is there already"):
+        restore_run(place, run)
+
+
+def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)
+    shutil.rmtree(place / "run")
+    (place / "run").touch()
+    until(lambda: read_faults(run), SECONDS, "a fault")
+    thread.close()
+    assert [fault["kind"] for fault in read_faults(run)].count("backup_failures") == 1
