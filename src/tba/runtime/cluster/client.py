@@ -85,6 +85,7 @@ class ActorContact:
 
 
 NAMESPACE = "tba"
+NODE_ADDRESS = "TBA_NODE_ADDRESS"  # environment variable: the node that this command was moved to (`relocation`)
 _CONNECT_SECONDS = 10.0  # to reach a cluster
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 
@@ -123,11 +124,13 @@ def _connect_to_ray(address: str | None, object_store_gb: float | None, folder: 
                 )
         else:
             _require_listener(address)
-            ray.init(address=address, **options)
+            ray.init(address=address, _node_ip_address=os.environ.get(NODE_ADDRESS), **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         aim = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
         message = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot {aim} ({message}): `ray start --head` starts one, --address is HOST:PORT") from error
+        raise UserError(
+            f"cannot {aim} ({message}): `ray start --head` starts one, --address (or $RAY_ADDRESS) is its HOST:PORT"
+        ) from error
     try:
         if is_main_thread:
             signal.signal(signal.SIGTERM, former_handler)  # Ray has replaced the handler
