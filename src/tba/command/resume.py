@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from tba.command.options import ResumeOptions
-from tba.command.train import closing_words, warn_if_busy
+from tba.command.train import closing_words, code_from_trainers_node, warn_if_busy
 from tba.record.faults import note_unreadable
 from tba.record.live import View
 from tba.record.terminal import terminal
 from tba.runs.resuming import begin_incarnation, resume_point
 from tba.runs.running import execute
-from tba.runs.validating import require_ray
 from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.program import version, version_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
-from tba.settings import find, override
+from tba.settings import override
 
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver have, on a machine that may be busy
@@ -28,8 +27,9 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
     stopped_run = RunDirectory.open(path)
-    code = _code_from_elsewhere(stopped_run, path, overrides, options)
-    if code is not None:
+    flags = ["--accept-lost-rows"] if options.accept_lost_rows else []
+    recipe = override(stopped_run.recipe(), overrides, "tba resume")
+    if (code := code_from_trainers_node(recipe, ["resume", str(path), *overrides, *flags])) is not None:
         return code
     prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     with stopped_run.hold_lock(_PATIENCE if driver_lives(stopped_run.path) else _KILLED_PATIENCE) as run:
@@ -46,18 +46,3 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
         warn_if_busy(console)
         summary, code = execute(recipe, run, View(console))
     return closing_words(console, recipe, [run.facts["recipe"], *run.facts["overrides"]], run, summary, code)
-
-
-def _code_from_elsewhere(run: RunDirectory, path: Path, overrides: list[str], options: ResumeOptions) -> int | None:
-    """Returns the exit code of the command on another node of a cluster, which has room for the trainer and the run's
-    folder; None: it is to run here.
-    """
-    facts = run.facts
-    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba resume", recorded=True)
-    if recipe.runtime != "cluster":
-        return None
-    require_ray()
-    from tba.runtime.cluster.relocation import run_on_trainers_node
-
-    flags = ["--accept-lost-rows"] if options.accept_lost_rows else []
-    return run_on_trainers_node(recipe, ["resume", str(path), *overrides, *flags])

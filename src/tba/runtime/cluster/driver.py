@@ -390,7 +390,7 @@ class ActorWorker:
             self._requested_at, self._silence_request = now, self._actor.silence.remote()
         elif self._silence_request is not None and self._silence_request in ready:
             with suppress(ray.exceptions.RayError):  # that the actor is gone is seen by its end
-                silence = get(self._silence_request, self.deadline, f"an answer of {self.description}")
+                silence = get(self._silence_request, self.deadline, f"an answer of {self.name}")
                 self._is_up, self.waits_for_room = True, False
                 if silence is not None:
                     self.has_heartbeat, self._heartbeat_at = True, now - silence
@@ -432,7 +432,7 @@ class ActorWorker:
     def _record_end(self) -> None:
         """Find out how the worker ended."""
         try:
-            self._error = get(self._end_reference, self.deadline, f"the end of {self.description}")
+            self._error = get(self._end_reference, self.deadline, f"the end of {self.name}")
             self.code = 0 if self._error is None else 1
         except ray.exceptions.RayError as error:
             self.lost_contact = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
