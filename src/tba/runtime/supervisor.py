@@ -138,7 +138,7 @@ class Driver(ABC):
                     self._stop([trainer], "a checkpoint")  # an error that ends the run need not cost what was learnt
                 raise
             if stop():
-                self._hasten(searchers, stop)
+                self._end_searchers_early(searchers, stop)
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
@@ -228,9 +228,9 @@ class Driver(ABC):
             code = worker.code
             if code is None or code == 0 or self._restart(worker, "searcher_restarts"):
                 continue
-            if code > 0 or all(other.code is not None or other.waits_for_room for other in searchers):
+            if code > 0 or all(peer.code is not None or peer.waits_for_room for peer in searchers):
                 raise worker.failure()
-            self._let_rest(worker)
+            self._begin_rest(worker)
 
     def _restart_trainer(self, trainer: Worker, searchers: Sequence[Worker]) -> bool:
         """Restart a trainer that was killed, and searchers that had ended because it seemed to be done."""
@@ -261,7 +261,7 @@ class Driver(ABC):
         worker.start_again()
         return True
 
-    def _let_rest(self, worker: Worker) -> None:
+    def _begin_rest(self, worker: Worker) -> None:
         """Go on without a searcher that has died too often, until its window allows another restart."""
         if worker.name in self._resting:
             return
@@ -285,7 +285,7 @@ class Driver(ABC):
                 record_fault(self.run.path, "silences", sentence)
                 worker.end()
 
-    def _hasten(self, searchers: Sequence[Worker], stop: StopRequest) -> None:
+    def _end_searchers_early(self, searchers: Sequence[Worker], stop: StopRequest) -> None:
         """Let the searchers end beside the trainer when a signal ends the run; say so if SIGKILL may come first."""
         for worker in searchers:
             worker.ask_to_stop()

@@ -124,7 +124,8 @@ class CommandActor:
     def output(self) -> Iterator[str | int]:
         """Yield the lines that the command prints, then its exit code."""
         assert self._process.stdout is not None
-        yield from self._process.stdout
+        for line in self._process.stdout:  # noqa: UP028 - Ray's generators take no `yield from` of a file
+            yield line
         yield self._process.wait()
 
     @ray.method(concurrency_group="ask")
