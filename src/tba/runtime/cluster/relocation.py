@@ -52,14 +52,18 @@ def run_on_trainers_node(recipe: Recipe, words: Sequence[str], show: Callable[[s
         if all(totals[here].get(kind, 0.0) >= amount for kind, amount in request.items()):
             return None
         limit = recipe.cluster.start_deadline
+        show(
+            f"this node cannot hold the trainer ({request_text(request)}): looking for one that can "
+            f"(--cluster.start-deadline {limit:g})\n"
+        )
         key, host = _find_room(request, limit)
-        show(f"this node cannot hold the trainer ({request_text(request)}): the run is on {host}, with its folder\n")
+        show(f"the run is on {host}, with its folder\n")
         strategy = NodeAffinitySchedulingStrategy(key, soft=False)
         actor_class: Any = _remote(concurrency_groups={"ask": 1})(CommandActor)
         actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
         purpose = f"Ray to start the command on {host} (--cluster.start-deadline)"
-        get(actor.start.remote(list(words), str(Path.cwd()), address, host), limit, purpose)
         try:
+            get(actor.start.remote(list(words), str(Path.cwd()), address, host), limit, purpose)
             return _relay(actor, actor.output.remote(), show)
         except ray.exceptions.RayActorError as error:
             raise PartFailed(f"the node {host}, where the run is, is lost: `tba resume` there continues it") from error
