@@ -65,6 +65,7 @@ SECOND_ADDRESS = "127.0.0.2"  # of a node that is to differ from the first by it
 DEADLINE = 600.0  # seconds for anything, on a busy machine
 POLL = 0.1
 STORE_BYTES = 150_000_000
+TOLD = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_waiting", "silences", "resumes")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Story:
         rows, sentences, began = rows_of(self.path / "journal.sqlite"), list[str](), time.monotonic()
         yield sentences.append
         seconds, now = time.monotonic() - began, rows_of(self.path / "journal.sqlite")
-        sentences += [str(fault["what"]) for fault in read_faults(self.path)[known:]][:2]
+        sentences += [str(f["what"]) for f in read_faults(self.path)[known:] if f["kind"] in TOLD][:2]
         lost = sum(now.get(seq) != row for seq, row in rows.items())
         code = "" if (ended := self.commands[-1][0].poll()) is None else str(ended)
         text = " ".join("; ".join(sentences).split())[:500]
@@ -258,12 +259,16 @@ def lose_head(story: Story) -> None:
 
 
 def end_by_sigterm(story: Story, say: Callable[[str], None]) -> None:
-    step = story.steps()
+    step, signalled_at = story.steps(), time.time()
     story.driver.send_signal(signal.SIGTERM)
     story.driver.wait(DEADLINE)
     checkpoint = newest_checkpoint(story.path / "checkpoints")
     is_new = checkpoint is not None and checkpoint.version.step >= step
-    say(f"a checkpoint of step {checkpoint.version.step}" if checkpoint and is_new else "NO NEW CHECKPOINT")
+    if checkpoint is None or not is_new:
+        say("NO NEW CHECKPOINT")
+    else:
+        seconds = checkpoint.path.stat().st_mtime - signalled_at
+        say(f"a checkpoint of step {checkpoint.version.step}, {seconds:.1f} s after the signal")
 
 
 def tell_ranks(story: Story) -> None:
