@@ -58,12 +58,13 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
 from tba.training.checkpoint import newest_checkpoint
+from tba.types import Trajectory
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 TOY, SUMS = TESTS / "toy" / "recipe.py", TESTS / "tiny_sums.py"
 SECOND_ADDRESS = "127.0.0.2"  # of a node that is to differ from the first by its address
 DEADLINE = 600.0  # seconds for anything, on a busy machine
-POLL = 0.1
+POLL = 0.2
 STORE_BYTES = 150_000_000
 TOLD = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_waiting", "silences", "resumes")
 
@@ -152,13 +153,14 @@ class Story:
 
     def wait_for_rows(self, searcher: str) -> None:
         """Wait until a searcher brings more rows than it has brought."""
+        with JournalFollower(self.path / "journal.sqlite", create=False) as journal:
+            journal.drain()
+            makers = (t.provenance["searcher"] for t in self._arrivals(journal, searcher))
+            next(maker for maker in makers if maker == searcher)
 
-        def count() -> int:
-            with JournalFollower(self.path / "journal.sqlite", create=False) as journal:
-                return Counter(t.provenance["searcher"] for t in journal.drain())[searcher]
-
-        before = count()
-        self.until(lambda: count() > before, f"rows by {searcher}")
+    def _arrivals(self, journal: JournalFollower, searcher: str) -> Iterator[Trajectory]:
+        while True:
+            yield from self.until(journal.drain, f"rows by {searcher}")
 
     def wait_for_fault(self, kind: str) -> None:
         before = count_faults(self.path)[kind]
