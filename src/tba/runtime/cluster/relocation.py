@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from ray._private.ray_constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
