@@ -1,20 +1,24 @@
 """Faults of a cluster run, on two Ray nodes of this machine: rows that were lost, what was printed, what it cost.
 
-    python lab/benchmarks/cluster_faults.py [--stories faults,ranks,no-gpu] [--out lab/results/cluster_faults.csv]
+    python lab/benchmarks/cluster_faults.py [--stories searchers,nodes,...] [--out lab/results/cluster_faults.csv]
 
 Each story is one run that goes through its faults one after the other; a row is written after each of them. The trainer
 and one searcher have room on the first node, the other searcher on the second.
 
-    faults      the enumerable toy with two searchers:
+    searchers   the enumerable toy with two searchers:
         late            the second node is added once the run goes on without it
         searcher        the second searcher killed (SIGKILL), three times
+    windows     the same, with 2 restarts in a window of 60 s:
+        ten-deaths      the second searcher killed each time it is back, ten times
+    nodes       the same, with restarts enough:
         node            the second raylet killed, and a node added once the run has gone on without it, three times
-        driver          the driver killed, and the run resumed, three times
-        frozen          the second searcher stopped for good (SIGSTOP), with --cluster.silence-deadline 20
-        frozen-exchange the gateway stopped for good, with the same deadline
-        sigterm         SIGTERM to the driver, then a resume
         head            all of Ray on the first node killed, and the run resumed in a new cluster
-        ten-deaths      the second searcher killed each time it is back, ten times; 2 restarts in a window of 60 s
+    drivers     the same:
+        driver          the driver killed, and the run resumed, three times
+        sigterm         SIGTERM to the driver, then a resume
+    hangs       the same, with --cluster.silence-deadline 20:
+        frozen          the second searcher stopped for good (SIGSTOP)
+        frozen-exchange the gateway stopped for good
     ranks       one-digit sums with a trainer of two ranks (gloo), one on each node:
         rank            the second killed
     no-gpu      the toy, from a first node without cores and GPUs: the command moves to the second, which shows one GPU
@@ -197,9 +201,17 @@ class Story:
             say("the account closes" if ledgers and all(x.closes() for x in ledgers) else "IT DOES NOT CLOSE")
 
 
-def tell_faults(story: Story) -> None:
+def begin(story: Story, *settings: str) -> None:
+    """Begin the toy on two nodes, and wait until both searchers bring rows."""
     story.begin_cluster()
-    story.train("--searchers", "2", "--cluster.silence-deadline", "20")
+    story.add_node(1)
+    story.train("--searchers", "2", *settings)
+    story.wait_for_rows("searcher-1")
+
+
+def tell_searchers(story: Story) -> None:
+    story.begin_cluster()
+    story.train("--searchers", "2")
     with story.fault("late") as say:
         say(next(line for line in story.text().splitlines() if "wait for nodes with" in line))
         story.add_node(1)
@@ -208,25 +220,42 @@ def tell_faults(story: Story) -> None:
         with story.fault("searcher"):
             story.kill("searcher-1")()
             story.wait_for_rows("searcher-1")
-    for _ in range(3):
-        lose_node(story)
-    for _ in range(3):
-        kill_driver(story)
-    for name, part in (("frozen", "searcher-1"), ("frozen-exchange", "exchange")):
-        with story.fault(name):
-            story.kill(part, signal.SIGSTOP)()
-            story.wait_for_rows("searcher-1")
-    with story.fault("sigterm") as say:
-        end_by_sigterm(story, say)
-    story.resume()
-    lose_head(story)
     story.end()
-    story.resume("--run.restarts", "2", "--run.restart-window", "60")
-    story.wait_for_rows("searcher-1")
+
+
+def tell_windows(story: Story) -> None:
+    begin(story, "--run.restarts", "2", "--run.restart-window", "60")
     with story.fault("ten-deaths"):
         for _ in range(10):
             story.kill("searcher-1")()
         story.wait_for_rows("searcher-1")
+    story.end()
+
+
+def tell_nodes(story: Story) -> None:
+    begin(story, "--run.restarts", "100")
+    for _ in range(3):
+        lose_node(story)
+    lose_head(story)
+    story.end()
+
+
+def tell_drivers(story: Story) -> None:
+    begin(story)
+    for _ in range(3):
+        kill_driver(story)
+    with story.fault("sigterm") as say:
+        end_by_sigterm(story, say)
+    story.resume()
+    story.end()
+
+
+def tell_hangs(story: Story) -> None:
+    begin(story, "--cluster.silence-deadline", "20")
+    for name, part in (("frozen", "searcher-1"), ("frozen-exchange", "exchange")):
+        with story.fault(name):
+            story.kill(part, signal.SIGSTOP)()
+            story.wait_for_rows("searcher-1")
     story.end()
 
 
@@ -296,7 +325,15 @@ def tell_without_gpu(story: Story) -> None:
         end_by_sigterm(story, say)
 
 
-STORIES = {"no-gpu": tell_without_gpu, "faults": tell_faults, "ranks": tell_ranks}
+STORIES = {
+    "searchers": tell_searchers,
+    "windows": tell_windows,
+    "nodes": tell_nodes,
+    "drivers": tell_drivers,
+    "hangs": tell_hangs,
+    "ranks": tell_ranks,
+    "no-gpu": tell_without_gpu,
+}
 
 
 def is_alive(pid: int) -> bool:
