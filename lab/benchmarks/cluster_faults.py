@@ -166,10 +166,6 @@ class Story:
         while True:
             yield from self.until(journal.drain, f"rows by {searcher}")
 
-    def wait_for_fault(self, kind: str) -> None:
-        before = count_faults(self.path)[kind]
-        self.until(lambda: count_faults(self.path)[kind] > before, f"a fault of the kind {kind}")
-
     @contextmanager
     def fault(self, name: str) -> Iterator[Callable[[str], None]]:
         """Write a row for the fault that happens inside. Yields a function that takes what the run says of it."""
@@ -261,8 +257,9 @@ def tell_hangs(story: Story) -> None:
 
 def lose_node(story: Story) -> None:
     with story.fault("node"):
+        before = count_faults(story.path)["searchers_waiting"]
         story.nodes.remove_node(story.second, allow_graceful=False)
-        story.wait_for_fault("searchers_waiting")
+        story.until(lambda: count_faults(story.path)["searchers_waiting"] > before, "the searcher to be missed")
         story.wait_for_steps(20)
         story.add_node(1)
         story.wait_for_rows("searcher-1")
