@@ -287,7 +287,7 @@ def lose_head(story: Story) -> None:
 
 
 def end_by_sigterm(story: Story, say: Callable[[str], None]) -> None:
-    step, signalled_at = story.steps(), time.time()
+    step, signalled_at = read_metrics(story.path)[-1]["step"], time.time()  # a resume takes steps again
     story.driver.send_signal(signal.SIGTERM)
     story.driver.wait(DEADLINE)
     checkpoint = newest_checkpoint(story.path / "checkpoints")
