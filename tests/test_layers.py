@@ -100,6 +100,7 @@ ONLY_IN = {
     "ray": {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
         "runtime/cluster/machines.py",
+        "runtime/cluster/relocation.py",
     },
     "math_verify": {"rewards/math_answer.py"},
     "starlette": {"serving/app.py", "serving/connections.py", "command/serve.py"},

@@ -6,20 +6,21 @@ import time
 from pathlib import Path
 
 from tba.command.options import ResumeOptions
-from tba.command.train import closing_words, warn_if_busy
+from tba.command.train import closing_words, code_from_trainers_node, warn_if_busy
 from tba.record.faults import note_unreadable
 from tba.record.live import View
 from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runs.resuming import begin_incarnation, resume_point
 from tba.runs.running import execute
-from tba.runtime.backup import is_backup, restore_run
+from tba.runtime.backup import backed_up_recipe, is_backup, restore_run
 from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.program import version, version_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
+from tba.settings import override
 
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver have, on a machine that may be busy
@@ -28,13 +29,18 @@ _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver 
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`. The path of a backup is copied back to a run first."""
     console = terminal()
+    flags = ["--runs", str(options.runs), *(["--accept-lost-rows"] if options.accept_lost_rows else [])]
+    recorded_recipe = backed_up_recipe(path) if is_backup(path) else RunDirectory.open(path).recipe()
+    recipe = override(recorded_recipe, overrides, "tba resume")
+    if (code := code_from_trainers_node(recipe, ["resume", str(path), *overrides, *flags])) is not None:
+        return code
     if is_backup(path):
         restored_run, backup = restore_run(path, options.runs / path.resolve().name)
         age = duration(time.time() - backup.time)
         console.print(f"copied back from the backup at {path}, which was made {age} ago", highlight=False)
         path = restored_run.displayed_path
-    prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     stopped_run = RunDirectory.open(path)
+    prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     with stopped_run.hold_lock(_PATIENCE if driver_lives(stopped_run.path) else _KILLED_PATIENCE) as run:
         JoinedSearchers(run).await_start()
         recipe, checkpoint = resume_point(run, overrides, options.accept_lost_rows)

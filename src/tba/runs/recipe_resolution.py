@@ -15,6 +15,7 @@ from typing import TypeAlias
 from tba.chat_prompts import writes_day
 from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
+from tba.runtime.cluster.placement import address_of
 from tba.runtime.hardware import ClusterNodes, Hardware, Machine
 from tba.runtime.sizing import (
     device_flags,
@@ -37,11 +38,11 @@ def hardware_of(recipe: Recipe) -> Hardware:
         return Machine.here()
     if described_nodes := recipe.cluster.described_nodes():
         return ClusterNodes(tuple(Machine(gpus=(int(gb * 1e9),) * gpus) for gpus, gb in described_nodes))
-    if recipe.address is None:  # a cluster of its own
+    if (address := address_of(recipe)) is None:  # a cluster of its own
         return Machine.here()
     from tba.runtime.cluster.machines import machines_at  # needs Ray
 
-    return ClusterNodes(machines_at(recipe.address))
+    return ClusterNodes(machines_at(address))
 
 
 def with_device(recipe: Recipe, overrides: list[str], hardware: Hardware) -> tuple[Recipe, list[str]]:

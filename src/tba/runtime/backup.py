@@ -281,14 +281,24 @@ def is_backup(path: Path) -> bool:
     return (path / NAME).is_file() and not (path / "recipe.json").exists()
 
 
+def backed_up_recipe(place: Path) -> Recipe:
+    """Returns the recipe of the run whose backup is at `place`."""
+    return RunDirectory(place / _newest_backup(place).state).recipe()
+
+
+def _newest_backup(place: Path) -> Backup:
+    backup = Backup.read(place)
+    if backup is None:
+        raise UserError(f"there is no backup at {place} (no {NAME}): give the folder of one")
+    return backup
+
+
 def restore_run(place: Path, target: Path) -> tuple[RunDirectory, Backup]:
     """Copy a run back from its backup to `target`, which is not there yet; returns the run and the backup.
 
     Raises `UserError` when the backup is damaged, or the target is there.
     """
-    backup = Backup.read(place)
-    if backup is None:
-        raise UserError(f"there is no backup at {place} (no {NAME}): give the folder of one")
+    backup = _newest_backup(place)
     if target.exists():
         raise UserError(f"{target} is there already: continue it (tba resume {target}), or move it away first")
     run = RunDirectory(target)
