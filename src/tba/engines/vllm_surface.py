@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -206,9 +205,8 @@ def _typed_value(text: str, kind: Any, where: str) -> Any:
 
 
 def _declared_types(engine_arguments: Any) -> dict[str, Any]:
-    """Returns the declared type of each of vLLM's arguments."""
-    hints = typing.get_type_hints(engine_arguments)
-    return {f.name: hints[f.name] for f in fields(engine_arguments) if f.init}
+    """Returns the declared type of each of vLLM's arguments; a text where it is of a module that is not imported."""
+    return {f.name: f.type for f in fields(engine_arguments) if f.init}
 
 
 def _import_vllm(device: torch.device) -> Any:

@@ -37,6 +37,7 @@ def validate(recipe: Recipe) -> list[str]:
             "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
         )
     recipe.record.has_tensorboard()
+    recipe.record.prometheus.validate()
     if recipe.runtime == "cluster":
         require_ray()
     elif isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm":
