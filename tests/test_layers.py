@@ -99,6 +99,7 @@ ONLY_IN = {
     "vllm": {"engines/vllm_surface.py"},
     "ray": {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
+        "runtime/cluster/relocation.py",
     },
     "math_verify": {"rewards/math_answer.py"},
     "starlette": {"serving/app.py", "serving/connections.py", "command/serve.py"},

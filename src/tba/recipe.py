@@ -61,7 +61,11 @@ class RuntimeSettings:
     reward_deadline: float = 120.0  # seconds that one call of the reward may take; a longer one's answer is rejected
     # (a call about a batch has as long for each 64 answers)
     grading_lag: float = 2.0  # updates that an answer may wait for its grade, before searchers generate no further ones
-    restarts: int = 3  # how often each part that dies is restarted; the trainer resumes from its newest checkpoint
+    restarts: int = 3  # how often each searcher that dies is restarted within a window; then it rests until the window
+    # is over, as long as another searcher works
+    trainer_restarts: int = 3  # how often a trainer that dies, or whose ranks do, resumes from its newest checkpoint
+    # within a window
+    restart_window: float = 3600.0  # seconds within which restarts are counted
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
@@ -103,7 +107,10 @@ class ClusterSettings:
     trainer_cpus: float = 1.0  # cores reserved for each rank of the trainer
     trainer_gpus: float | None = None  # GPUs reserved for each rank of the trainer; None: one, or a share of few
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
-    start_deadline: float = 300.0  # seconds that Ray may take to start a part
+    start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer, and for the first searcher,
+    # and to start a part; other searchers wait for room as long as it takes
+    silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a searcher without a
+    # heartbeat, before it is killed and restarted
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -114,8 +121,15 @@ class ClusterSettings:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give part of one GPU, or whole ones")
 
 
-_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag")
-_MINIMA = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
+_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag", "restart_window")
+_MINIMA = {
+    "restarts": 0,
+    "trainer_restarts": 0,
+    "inline_rounds_per_sync": 1,
+    "threads": 1,
+    "checkpoints": 1,
+    "checkpoint_every": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,8 @@ class Recipe:
     # machine that the trainer leaves; 0: one that only evaluates, for a run whose searchers all join (`tba serve`)
     offline: bool = False  # learn only from existing trajectories (`tba import`, --data); searchers only evaluate
     runtime: Literal["processes", "inline", "cluster"] = "processes"  # processes, one process, or Ray actors
-    address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: start one
+    address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: $RAY_ADDRESS, which a
+    # submitted job has, else start one
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     prompts: PromptSettings = field(default_factory=PromptSettings)
     fill: InitialFill = field(default_factory=InitialFill)

@@ -25,7 +25,7 @@ from tba.replay.buffer import BODY_BYTES, TOKEN_BYTES
 from tba.runs.estimate import Estimate, estimate
 from tba.runs.probe import DRIFT_UPDATES
 from tba.runs.validating import notes_on_data, notes_on_prompts, validate
-from tba.runtime.cluster.placement import Placement, memory_lines, placement_lines, plan, this_machine
+from tba.runtime.cluster.placement import Placement, address_of, memory_lines, placement_lines, plan, this_machine
 from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.needs import DiskUse, disk_use, needs, seconds_to_move
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sizing_flags, unused_gpus
@@ -60,7 +60,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         e = estimate(prepared_recipe, name, overrides, shape, lambda line: console.print(f"{line} ...", style="dim"))
     except UserError:
         for line in placement_lines(placements):
-            console.print(f"on {line}", highlight=False)
+            console.print(line, highlight=False)
         raise
     facts = e.signal.facts(any(recipe.teachers.shares(1)), recipe.group_size)
     console.print(section("What there is to learn from", facts_table(facts)))
@@ -69,7 +69,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     memory_bytes = machine_memory_bytes()
     console.print(section("What a run takes", facts_table(_figures(prepared_recipe, e, memory_bytes))))
     for line in memory_lines(placements, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placements else ():
-        console.print(f"on {line}", highlight=False)
+        console.print(line, highlight=False)
     if e.log_ratio is not None and e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
         warnings.append(
             f"at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of the "
@@ -207,14 +207,14 @@ def _gigabytes(n: int) -> str:
 
 
 def plan_placements(recipe: Recipe) -> list[Placement]:
-    """Returns where each part of a cluster run will be: on nodes of the cluster at `--address`, else on this machine.
+    """Returns where each part of a cluster run will be: on nodes of the cluster to join, else on this machine.
 
     Raises `UserError` when the parts do not fit.
     """
     searchers = searchers_of(recipe)
-    if recipe.address is None:
+    if (address := address_of(recipe)) is None:
         return plan(recipe, [this_machine()], searchers)
     from tba.runtime.cluster.client import connect_to_ray  # needs Ray
 
-    with connect_to_ray(recipe.address) as nodes:
+    with connect_to_ray(address) as nodes:
         return plan(recipe, nodes, searchers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tba.command.options import ResumeOptions
-from tba.command.train import closing_words, warn_if_busy
+from tba.command.train import closing_words, code_from_trainers_node, warn_if_busy
 from tba.record.faults import note_unreadable
 from tba.record.live import View
 from tba.record.terminal import terminal
@@ -17,6 +17,7 @@ from tba.runtime.local.forkserver import prepare_forkserver
 from tba.runtime.program import version, version_of
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
+from tba.settings import override
 
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver have, on a machine that may be busy
@@ -25,8 +26,12 @@ _KILLED_PATIENCE = 120.0  # seconds that the other processes of a killed driver 
 def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
-    prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     stopped_run = RunDirectory.open(path)
+    flags = ["--accept-lost-rows"] if options.accept_lost_rows else []
+    recipe = override(stopped_run.recipe(), overrides, "tba resume")
+    if (code := code_from_trainers_node(recipe, ["resume", str(path), *overrides, *flags])) is not None:
+        return code
+    prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit
     with stopped_run.hold_lock(_PATIENCE if driver_lives(stopped_run.path) else _KILLED_PATIENCE) as run:
         JoinedSearchers(run).await_start()
         recipe, checkpoint = resume_point(run, overrides, options.accept_lost_rows)

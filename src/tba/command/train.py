@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.runs.running import carry_out, steps_in
-from tba.runs.validating import validate
+from tba.runs.validating import require_ray, validate
 from tba.runtime.importing import is_prepared
 from tba.runtime.run_directory import RunDirectory, new_path
 from tba.settings import find, keep_last_values, override
@@ -39,6 +40,9 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
         overrides = [*overrides, "--steps", str(steps_in(recipe, options.epochs))]
         recipe = override(find(name), overrides, f"tba train {name}")
     path = new_path(options.runs, recipe.name, options.run_name)
+    code = _code_from_elsewhere(recipe, ["train", name, *overrides], path, options)
+    if code is not None:
+        return code
     if recipe.offline:
         recipe, overrides = _without_warm_up(recipe, name, overrides, path, data)
     for warning in validate(recipe):
@@ -47,6 +51,25 @@ def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, view, data)
     return closing_words(console, recipe, [name, *overrides], run, summary, code)
+
+
+def _code_from_elsewhere(recipe: Recipe, words: list[str], path: Path, options: TrainOptions) -> int | None:
+    """Returns the exit code of the command on the node that can hold the trainer; None: it is to run here."""
+    data = [] if options.data is None else ["--data", str(options.data)]
+    return code_from_trainers_node(recipe, [*words, "--runs", str(path.parent), "--run-name", path.name, *data])
+
+
+def code_from_trainers_node(recipe: Recipe, words: list[str]) -> int | None:
+    """Runs `tba WORDS` on the node of a cluster that can hold the trainer, and returns its exit code; None: it is to
+    run here.
+    """
+    if recipe.runtime != "cluster":
+        return None
+    require_ray()
+    from tba.runtime.cluster.relocation import run_on_trainers_node
+
+    show = partial(terminal().print, end="", markup=False, highlight=False, soft_wrap=True)
+    return run_on_trainers_node(recipe, words, show)
 
 
 def warn_if_busy(console: Console) -> None:

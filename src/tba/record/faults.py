@@ -23,10 +23,11 @@ log = logging.getLogger("tba.record.faults")
 FILE = "faults.jsonl"
 KINDS = (
     "searcher_restarts",  # a searcher was killed and restarted
-    "searchers_given_up",  # no node of the cluster had room for one that was to be restarted
+    "searchers_given_up",  # (earlier programs) no node of the cluster had room for one that was to be restarted
+    "searchers_waiting",  # a searcher was missing for a while: no node had room for it, or it had died too often
     "trainer_restarts",  # the trainer was killed, and resumed from its checkpoint
     "exchange_restarts",  # a cluster's gateway (`exchange`) died and was restarted
-    "evaluations_missing",  # because a searcher was given up
+    "evaluations_missing",  # because the searchers that were to make them were missing
     "silences",  # a part gave no heartbeat for too long and was killed
     "resumes",  # the whole run was left and resumed
     "damaged_checkpoints",  # passed over in favour of an older one that is whole

@@ -1,14 +1,17 @@
 """The driver of a run: it starts its workers, restarts those that die, and ends them, wherever a worker runs.
 
 Invariant: its loop consumes how workers end and their heartbeats, and waits for nothing else; a worker that dies is
-restarted a bounded number of times (the trainer resumes from its newest checkpoint, as another incarnation), one that
-raises ends the run; every phase has a deadline that names what it waits for.
+restarted a bounded number of times in a window of time (the trainer resumes from its newest checkpoint, as another
+incarnation), one that raises ends the run; every phase has a deadline that names what it waits for. A searcher whose
+restarts are used up rests until the window allows another, as long as another searcher works.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -19,17 +22,22 @@ from tba.json_input import read_json
 from tba.recipe import Recipe
 from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import read_last
+from tba.record.text import duration
+from tba.replay.journal import JournalWriter
 from tba.runtime.elastic import JoinedSearchers
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.results import TrainerResult
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import searchers_of
-from tba.runtime.stop_requests import stop_requests
+from tba.runtime.stop_requests import StopRequest, stop_requests
+from tba.training.checkpoint import newest_checkpoint
 from tba.types import Json
 
 POLL = 0.05  # seconds between two checks of the workers
 STOP_DEADLINE = 60.0  # seconds, at least, that a worker has to stop: a searcher ends its round, the trainer its step
 _STEPS_TO_STOP = 5  # the time of so many mean steps, where that is longer
+_LOCK_SECONDS = 5.0  # that the driver waits for the journal's lock
+GRACE_SECONDS = 30.0  # that Kubernetes leaves between SIGTERM and SIGKILL, unless told otherwise
 
 
 class Worker(Protocol):
@@ -43,6 +51,10 @@ class Worker(Protocol):
     @property
     def code(self) -> int | None:
         """The exit code: None while it runs, 0 done or asked to stop, above 0 an error of its own, below 0 it died."""
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Returns whether it has no place to run yet: nobody need wait for it."""
 
     @property
     def description(self) -> str:
@@ -97,7 +109,10 @@ class Driver(ABC):
     stopped: bool = False  # before its last step, or in its last evaluation
     exit_code: int = 0  # 128 and the signal that ended it before its last step
     joined: JoinedSearchers = field(init=False)
+    now: Callable[[], float] = time.monotonic  # the clock of the window in which restarts are counted
     _note: str = ""
+    _restart_times: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # in the window
+    _resting: set[str] = field(default_factory=set)  # searchers whose restarts in the window are used up
 
     def __post_init__(self) -> None:
         self.joined = JoinedSearchers(self.run)
@@ -122,6 +137,8 @@ class Driver(ABC):
                 with suppress(DeadlineExceeded):
                     self._stop([trainer], "a checkpoint")  # an error that ends the run need not cost what was learnt
                 raise
+            if stop():
+                self._end_searchers_early(searchers, stop)
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
@@ -143,6 +160,24 @@ class Driver(ABC):
     def searchers(self) -> list[str]:
         return searchers_of(self.recipe)
 
+    @property
+    def note(self) -> str:
+        """Returns what people are told about the workers."""
+        return self._note
+
+    def release_leases(self, searcher: str) -> None:
+        """Give back the prompts of a searcher that will not answer them for a while."""
+        with suppress(DeadlineExceeded):  # somebody hangs with the lock: the driver continues, to end that process
+            journal = self.run.journal(self.recipe)
+            with JournalWriter(journal, searcher, _LOCK_SECONDS, create=False) as journal_writer:
+                journal_writer.resume()
+
+    def silence_limit(self, worker: Worker) -> tuple[float, str]:
+        """Returns the seconds without a heartbeat after which a worker is killed, and the setting that gives them."""
+        settings = self.recipe.run
+        limit = settings.silence_deadline if worker.has_heartbeat else settings.first_sign_deadline
+        return limit, "--run.silence-deadline"
+
     def _dismiss_joined(self) -> None:
         """Let the searchers that joined leave after their last round; record as a fault one that does not."""
         note = "waiting for those who joined"
@@ -162,18 +197,18 @@ class Driver(ABC):
         while (trainer.code is None or self._restart_trainer(trainer, searchers)) and not stop():
             self._end_silent([trainer, *searchers])
             self._watch(searchers)
-            self.tell("training", self._note)
+            self.tell("training", self.note)
             self.pause()
 
     def _evaluate(self, searchers: Sequence[Worker], stop: Callable[[], bool]) -> None:
         """Watch until the searchers have seen that the trainer is done, and evaluated its last version."""
         deadline = time.monotonic() + EVALUATION_DEADLINE
-        while any(worker.code is None for worker in searchers) and not stop():
+        while (working := [w for w in searchers if w.code is None and not w.waits_for_room]) and not stop():
             self._end_silent(searchers)
             self._watch(searchers)
-            self.tell("evaluating", self._note)
+            self.tell("evaluating", self.note)
             if time.monotonic() > deadline:
-                waiting = ", ".join(worker.description for worker in searchers if worker.code is None)
+                waiting = ", ".join(worker.description for worker in working)
                 raise DeadlineExceeded(
                     f"waited {EVALUATION_DEADLINE:g} s for the last evaluation by {waiting}; "
                     f"look at {self.run.path / 'logs'}"
@@ -181,20 +216,21 @@ class Driver(ABC):
             self.pause()
 
     def _note_missing_evaluation(self) -> None:
-        """Record that the last evaluation is missing, where a searcher had begun it and was given up."""
-        if count_faults(self.run.path)["searchers_given_up"]:
+        """Record that the last evaluation is missing, where the searchers that were to make it are not there."""
+        if count_faults(self.run.path)["searchers_waiting"]:
             sentence = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
             record_fault(self.run.path, "evaluations_missing", sentence)
 
     def _watch(self, searchers: Sequence[Worker]) -> None:
-        """Check the searchers: one that raises ends the run; one that dies is restarted, a bounded number of times."""
+        """Check the searchers: one that raises ends the run; one that dies is restarted, or rests."""
         self.joined.release_leases_of_dead(self.run.journal(self.recipe))
         for worker in searchers:
             code = worker.code
-            if code is None or code == 0:
+            if code is None or code == 0 or self._restart(worker, "searcher_restarts"):
                 continue
-            if not self._restart(worker, "searcher_restarts"):
+            if code > 0 or all(peer.code is not None or peer.waits_for_room for peer in searchers):
                 raise worker.failure()
+            self._begin_rest(worker)
 
     def _restart_trainer(self, trainer: Worker, searchers: Sequence[Worker]) -> bool:
         """Restart a trainer that was killed, and searchers that had ended because it seemed to be done."""
@@ -206,10 +242,17 @@ class Driver(ABC):
         return True
 
     def _restart(self, worker: Worker, kind: str) -> bool:
-        """Restart a worker that was killed, unless that has been done as often as allowed."""
-        code = worker.code
-        if code is None or code >= 0 or worker.attempt >= self.recipe.run.restarts:
+        """Restart a worker that was killed, unless that has been done as often in the window as allowed."""
+        settings, code = self.recipe.run, worker.code
+        if code is None or code >= 0:
             return False
+        restart_times, now = self._restart_times[worker.name], self.now()
+        while restart_times and now - restart_times[0] >= settings.restart_window:
+            restart_times.popleft()
+        if len(restart_times) >= (settings.trainer_restarts if worker.name == "trainer" else settings.restarts):
+            return False
+        restart_times.append(now)
+        self._resting.discard(worker.name)
         reason = f"{worker.name} {worker.cause_of_death}"
         if worker.name == "trainer":
             self.run.begin_again(reason)
@@ -218,15 +261,51 @@ class Driver(ABC):
         worker.start_again()
         return True
 
+    def _begin_rest(self, worker: Worker) -> None:
+        """Go on without a searcher that has died too often, until its window allows another restart."""
+        if worker.name in self._resting:
+            return
+        self._resting.add(worker.name)
+        settings, restart_times = self.recipe.run, self._restart_times[worker.name]
+        wait = settings.restart_window - (self.now() - restart_times[0]) if restart_times else settings.restart_window
+        self._note = (
+            f"{worker.name} {worker.cause_of_death}, after {len(restart_times)} restarts within "
+            f"{duration(settings.restart_window)} (--run.restarts, --run.restart-window): the run continues without "
+            f"it, and starts it again in {duration(wait)}"
+        )
+        record_fault(self.run.path, "searchers_waiting", self._note)
+        self.release_leases(worker.name)
+
     def _end_silent(self, workers: Sequence[Worker]) -> None:
         """Kill a worker that hangs: like one that dies, it is restarted, a bounded number of times."""
-        settings = self.recipe.run
         for worker in workers:
-            limit = settings.silence_deadline if worker.has_heartbeat else settings.first_sign_deadline
-            if worker.code is None and worker.silence() > limit:
-                sentence = f"{worker.description} gave no sign of life for {limit:g} s and was killed"
+            limit, setting = self.silence_limit(worker)
+            if worker.code is None and not worker.waits_for_room and worker.silence() > limit:
+                sentence = f"{worker.description} gave no sign of life for {limit:g} s and was killed ({setting})"
                 record_fault(self.run.path, "silences", sentence)
                 worker.end()
+
+    def _end_searchers_early(self, searchers: Sequence[Worker], stop: StopRequest) -> None:
+        """Let the searchers end beside the trainer when a signal ends the run; say so if SIGKILL may come first."""
+        for worker in searchers:
+            worker.ask_to_stop()
+        seconds = self._seconds_to_checkpoint()
+        if stop.number == signal.SIGTERM and seconds > GRACE_SECONDS / 2:
+            self._note = (
+                f"a checkpoint takes about {seconds:.0f} s, and Kubernetes sends SIGKILL {GRACE_SECONDS:.0f} s after "
+                f"SIGTERM, `ray job stop` after 3 s: set terminationGracePeriodSeconds and RAY_JOB_STOP_WAIT_TIME_S to "
+                f"{3 * seconds:.0f}, or a smaller --run.checkpoint-every"
+            )
+
+    def _seconds_to_checkpoint(self) -> float:
+        """Returns about how long the trainer takes for the rest of its step and a checkpoint like the last one."""
+        checkpoint = newest_checkpoint(self.run.checkpoints)
+        if checkpoint is None:
+            return self._step_seconds()
+        files = sorted((f.stat().st_mtime, f.stat().st_size) for f in checkpoint.path.rglob("*") if f.is_file())
+        later_bytes = sum(size for _, size in files[1:])  # how long the first file took is not known
+        seconds = (files[-1][0] - files[0][0]) * (1 + files[0][1] / max(1, later_bytes))
+        return self._step_seconds() + seconds
 
     def _stop(self, workers: Sequence[Worker], awaited_work: str) -> None:
         """Ask workers to stop, wait, and kill them at the deadline."""
@@ -247,6 +326,9 @@ class Driver(ABC):
 
     def _stop_deadline(self) -> float:
         """Returns how many seconds a worker has to stop: a step of a large model can take minutes."""
+        return max(STOP_DEADLINE, _STEPS_TO_STOP * self._step_seconds())
+
+    def _step_seconds(self) -> float:
+        """Returns the mean seconds of a step so far; 0 before the first."""
         row = read_last(self.run.path)
-        step_seconds = float(row["wall_seconds"]) / max(1, int(row["step"])) if row else 0.0
-        return max(STOP_DEADLINE, _STEPS_TO_STOP * step_seconds)
+        return float(row["wall_seconds"]) / max(1, int(row["step"])) if row else 0.0

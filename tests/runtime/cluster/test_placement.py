@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tba.engines.vllm import VllmSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
-from tba.runtime.cluster.placement import Node, memory_lines, plan, share_of_gpu
+from tba.runtime.cluster.placement import Node, Placement, address_of, memory_lines, placement_lines, plan, share_of_gpu
 from tba.settings import find
 from tba.training.ranks.messages import RankSettings
 
@@ -33,14 +34,19 @@ def here(cpus: float = 4, gpus: float = 0, memory: float = 64 * GB) -> Node:
     return Node("a", "10.0.0.1", cpus, gpus, memory, here=True)
 
 
+def keys(placements: Sequence[Placement]) -> list[str | None]:
+    """The node of each; None for one that waits."""
+    return [p.node and p.node.key for p in placements]
+
+
 def there(cpus: float = 8, gpus: float = 0) -> Node:
     return Node("b", "10.0.0.2", cpus, gpus, 64 * GB, here=False)
 
 
 def test_the_trainer_is_where_the_run_is_and_searchers_where_most_is_left() -> None:
     placed = plan(recipe(trainer_cpus=2), [here(), there()], searchers(7))
-    assert (placed[0].worker, placed[0].node.key) == ("trainer", "a")
-    assert Counter(p.node.key for p in placed[1:]) == {"b": 6, "a": 1}
+    assert (placed[0].worker, keys(placed)[0]) == ("trainer", "a")
+    assert Counter(keys(placed[1:])) == {"b": 6, "a": 1}
 
 
 def ranks(count: int, **settings: float) -> Recipe:
@@ -51,13 +57,13 @@ def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> 
     three = [here(gpus=2), there(gpus=8), Node("c", "10.0.0.3", 8, 8, 64 * GB, here=False)]
     placed = plan(ranks(5, trainer_gpus=1, searcher_gpus=1), three, searchers(2))
     assert [p.worker for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
-    assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
+    assert keys(placed) == ["a", "a", "b", "b", "b", "c", "c"]
     first_line, second_line, third_line = memory_lines(placed, 10 * GB, 2 * GB, GB)
     assert first_line.startswith(
-        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 7.0 GiB"
+        "on 10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 7.0 GiB"
     )
-    assert second_line.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
-    assert third_line.startswith("10.0.0.3: 2 searchers;")
+    assert second_line.startswith("on 10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
+    assert third_line.startswith("on 10.0.0.3: 2 searchers;")
 
 
 def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
@@ -69,6 +75,7 @@ def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
 
 def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> None:
     placed = plan(recipe(trainer_gpus=0.5, searcher_gpus=0.5), [here(gpus=1)], searchers(1))
+    assert placed[0].node is not None
     assert placed[0].node.free["GPU"] == pytest.approx(0)
     thirds = recipe(trainer_gpus=1 / 3, searcher_gpus=1 / 3)
     assert len(plan(thirds, [here(gpus=1)], searchers(2))) == 3
@@ -100,9 +107,9 @@ def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> N
     first_line, second_line = memory_lines(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
     assert (
         first_line
-        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
+        == "on 10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
     )
-    assert second_line.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
+    assert second_line.startswith("on 10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
     with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: more than there is"):
         memory_lines(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
@@ -147,9 +154,40 @@ def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
     names = [f"searcher-{i}" for i in range(searchers)]
     placements = plan(on_gpus(ranks, each), [here(16, own_gpus), there(16, other_gpus)], names)
     assert [p.resources["GPU"] for p in placements] == expected
-    assert all(p.node.key == "a" for p in placements if p.worker == "trainer")
+    assert keys(placements)[0] == "a"
     for share in (p.resources["GPU"] for p in placements):
         assert share_of_gpu(share) == {"TBA_GPU_SHARE": f"{min(share, 1) * 0.95:.4f}"}
+
+
+def test_in_a_cluster_that_may_grow_searchers_ask_for_whole_gpus_and_wait_for_nodes_that_have_them() -> None:
+    joining = replace(on_gpus(), address="10.0.0.1:6379")
+    placed = plan(joining, [here(16, 1), there(16, 2)], searchers(4))
+    assert [p.resources["GPU"] for p in placed] == [1, 1, 1, 1, 1]
+    assert keys(placed) == ["a", "b", "b", None, None]
+    *_, waiting_line = placement_lines(placed)
+    assert waiting_line.startswith("2 searchers will wait for nodes with 1 CPU and 1 GPU free; a smaller --cluster.")
+    assert memory_lines(placed, GB, GB, GB)[-1] == waiting_line
+    shared = replace(joining, cluster=ClusterSettings(searcher_gpus=0.5))
+    assert keys(plan(shared, [here(16, 1), there(16, 2)], searchers(4))) == ["a", "b", "b", "b", "b"]
+
+
+def test_a_trainer_that_the_drivers_node_cannot_hold_goes_to_another_node_of_a_cluster_that_was_there() -> None:
+    head, worker = here(cpus=0), there(cpus=4)
+    joining = replace(recipe(), address="10.0.0.1:6379")
+    assert keys(plan(joining, [head, worker], searchers(2))) == ["b", "b", "b"]
+    with pytest.raises(UserError, match=r"trainer asks for 1 CPU .* on 10\.0\.0\.1, where the run is"):
+        plan(recipe(), [here(cpus=0), there(cpus=4)], searchers(2))
+
+
+def test_the_cluster_of_the_environment_is_joined_unless_the_recipe_names_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value, expected in {"": None, "local": None, "10.0.0.9:6379": "10.0.0.9:6379"}.items():
+        monkeypatch.setenv("RAY_ADDRESS", value)
+        assert address_of(recipe()) == expected
+        assert address_of(replace(recipe(), address="10.0.0.1:6379")) == "10.0.0.1:6379"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert address_of(recipe()) is None
 
 
 def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:

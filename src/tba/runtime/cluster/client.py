@@ -26,7 +26,7 @@ from ray._private.state import available_resources_per_node
 
 from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
 from tba.record.memory import usable_cores
-from tba.runtime.cluster.placement import Node
+from tba.runtime.cluster.placement import RAY_ADDRESS, Node
 from tba.runtime.cluster.reaper import folder_for_ray
 from tba.weights.chunks import FlatBytes
 
@@ -85,6 +85,7 @@ class ActorContact:
 
 
 NAMESPACE = "tba"
+NODE_ADDRESS = "TBA_NODE_ADDRESS"  # environment variable: the node that this command was moved to (`relocation`)
 _CONNECT_SECONDS = 10.0  # to reach a cluster
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 
@@ -123,9 +124,10 @@ def _connect_to_ray(address: str | None, object_store_gb: float | None, folder: 
                 )
         else:
             _require_listener(address)
-            ray.init(address=address, **options)
+            ray.init(address=address, _node_ip_address=os.environ.get(NODE_ADDRESS), **options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        aim = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
+        origin = " of $RAY_ADDRESS" if address == os.environ.get(RAY_ADDRESS) else ""
+        aim = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}{origin}"
         message = str(error).strip().splitlines()[0]
         raise UserError(f"cannot {aim} ({message}): `ray start --head` starts one, --address is HOST:PORT") from error
     try:

@@ -1,34 +1,49 @@
 """The `cluster` runtime: trainer and searchers as Ray actors, on one machine or many.
 
 Trajectories go through the gateway into the journal, weights through Ray's object store; the run's directory is on this
-machine, and the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or
-starts one that listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to
-anybody, and Ray's token authentication stays as it is (on, for a cluster of its own). How the driver supervises the
-workers is in `supervisor`; `ActorWorker` is one worker as a Ray actor, seen from the driver.
+machine, and the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address` or
+$RAY_ADDRESS, or starts one that listens on the loopback interface only and ends with it; there is no dashboard, nothing
+is reported to anybody, and Ray's token authentication stays as it is (on, for a cluster of its own). How the driver
+supervises the workers is in `supervisor`; `ActorWorker` is one worker as a Ray actor, seen from the driver.
 
-Invariant: looking at a worker never waits. A worker is up once it has answered. One that Ray does not start in time
-ends the run, unless it is a searcher that was being restarted: then its machine is gone, and the run goes
-on without it.
+Ray places the workers: the trainer's ranks have one placement group, whose first bundle is on this node; each searcher
+has a group of its own. A bundle stays reserved while its worker is restarted, and Ray moves it where its node is lost.
+
+Invariant: looking at a worker never waits. A worker is up once it has answered. A searcher for which no node has room
+waits for one, and the run goes on without it; a rank that finds none in time ends the run, and so does the first
+searcher.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.faults import record_fault
 from tba.runtime.cluster.actors import ExchangeActor, MeetingPlace, PartActor
-from tba.runtime.cluster.client import connect_to_ray, exchange_name, get, nodes
+from tba.runtime.cluster.client import connect_to_ray, exchange_name, get
 from tba.runtime.cluster.gateway import PLACES
-from tba.runtime.cluster.placement import Node, Placement, plan, share_of_gpu
+from tba.runtime.cluster.placement import (
+    Node,
+    address_of,
+    plan,
+    request_text,
+    requests,
+    reserve_roomiest,
+    share_of_gpu,
+    whole_gpus,
+)
 from tba.runtime.cluster.remote import facts_with_text
 from tba.runtime.ranks.store import KeyValueStore
 from tba.runtime.ranks.worker import RankedWorker
@@ -37,8 +52,38 @@ from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, worker_e
 from tba.training.ranks.messages import name_of_rank
 from tba.types import Json
 
-_FREEING_SECONDS = 10.0  # within which Ray knows what is free
+_UNNOTICED_SECONDS = 10.0  # for which a restarted searcher may be without room before that is recorded
+_PING_SECONDS = 5.0  # between two checks whether the gateway answers
+_NODE_LABEL = "ray.io/node-id"  # a label that Ray gives each node
 _remote: Any = ray.remote  # Ray's own types leave out some of its options
+
+
+@dataclass(frozen=True)
+class Room:
+    """What Ray reserves for a worker: a bundle of a placement group. Ray finds a node for it, and another one where
+    that is lost.
+    """
+
+    worker: str
+    resources: Mapping[str, float]  # CPU, GPU
+    group: PlacementGroup
+    bundle: int
+
+    def node_key(self) -> str:
+        """Returns the node's key; empty while there is none."""
+        key: str = placement_group_table(self.group)["bundles_to_node_id"].get(self.bundle, "")
+        return key
+
+    def node_name(self) -> str:
+        """Returns the node's address for people."""
+        key = self.node_key()
+        address = next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == key), "")
+        return f"on {address} ({key[:6]})" if address else "on no node yet"
+
+
+def _bundle(request: Mapping[str, float]) -> dict[str, float]:
+    """Returns a request as Ray takes it: without zeros, and not empty."""
+    return {kind: amount for kind, amount in request.items() if amount} or {"memory": 1}
 
 
 @dataclass
@@ -46,51 +91,89 @@ class Cluster(Driver):
     """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
 
     _launched: list[ActorWorker | RankedWorker[ActorWorker]] = field(default_factory=list)
-    _placements: dict[str, Placement] = field(default_factory=dict)
+    _rooms: dict[str, Room] = field(default_factory=dict)
     _exchange: Any = None
+    _exchange_process: int = 0
+    _ping: Any = None  # the pending question to the gateway whether it is alive
+    _pinged_at: float = 0.0
+    _started_at: float = 0.0
+    _had_searcher: bool = False  # whether any searcher has been up
 
     def go(self) -> dict[str, object]:
         """Run to the end in the cluster; returns the faults that it survived.
 
         Raises the error that a worker ended with.
         """
-        with connect_to_ray(self.recipe.address, self.recipe.cluster.object_store_gb):
-            self._placements = {placement.worker: placement for placement in self._plan()}
-            self._start_exchange(self._placements["trainer"].node)
+        with connect_to_ray(address_of(self.recipe), self.recipe.cluster.object_store_gb) as cluster_nodes:
+            self._reserve(cluster_nodes)
+            self._start_exchange()
+            self._started_at = time.monotonic()
             faults = super().go()
             get(self._exchange.end.remote(), STOP_DEADLINE, "the exchange to close the journal")
             return faults
 
-    def _plan(self) -> list[Placement]:
-        """Returns where each worker goes; waits a moment for what a run that has just ended gives back."""
-        deadline = time.monotonic() + _FREEING_SECONDS
-        while True:
-            try:
-                return plan(self.recipe, nodes(), self.searchers)
-            except UserError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(POLL)
+    def _reserve(self, cluster_nodes: Sequence[Node]) -> None:
+        """Reserve room for all ranks, the first on this node, and wait for it; ask for room for each searcher.
 
-    def _start_exchange(self, node: Node) -> None:
+        Raises `UserError` when the ranks find none in time.
+        """
+        if address_of(self.recipe) is None:
+            plan(self.recipe, cluster_nodes, self.searchers)  # no node will come: what does not fit is refused
+        request_of = requests(self.recipe, whole_gpus(cluster_nodes), self.searchers)
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
+        here_id = ray.get_runtime_context().get_node_id()
+        selectors: list[dict[str, str]] = [{_NODE_LABEL: here_id}, *({} for _ in names[1:])]
+        group = placement_group([_bundle(request_of[name]) for name in names], "PACK", bundle_label_selector=selectors)
+        self._await_room(group, f"{len(names)} x {request_text(request_of['trainer'])}", cluster_nodes)
+        nodes_by_key = {node.key: node for node in cluster_nodes}
+        for i, name in enumerate(names):
+            self._rooms[name] = room = Room(name, request_of[name], group, i)
+            if (node := nodes_by_key.get(room.node_key())) is not None:
+                node.reserve(room.resources)
+        for name in self.searchers:
+            node = reserve_roomiest(cluster_nodes, request_of[name])  # Ray takes another where that has changed
+            target = None if node is None else node.key
+            group = placement_group([_bundle(request_of[name])], "STRICT_PACK", _soft_target_node_id=target)
+            self._rooms[name] = Room(name, request_of[name], group, 0)
+
+    def _await_room(self, group: PlacementGroup, request: str, cluster_nodes: Sequence[Node]) -> None:
+        limit = self.recipe.cluster.start_deadline
+        free = "; ".join(f"{n.name} had {request_text(n.free)} free" for n in cluster_nodes)
+        note = f"room for the trainer ({request}, the first here) within --cluster.start-deadline {limit:g} s; {free}"
+        reference, deadline = group.ready(), time.monotonic() + limit
+        while not ray.wait([reference], timeout=POLL)[0]:
+            self.tell("starting", f"waiting for {note}")
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"found no {note}: use fewer --trainer.ranks, let each ask for less (--cluster.trainer-cpus 0.5), "
+                    "add nodes, or set a longer deadline"
+                )
+
+    def _start_exchange(self) -> None:
         deadline = self.recipe.cluster.start_deadline
         actor = _remote(concurrency_groups={"journal": 1, "weights": 1})(ExchangeActor).options(
             name=exchange_name(self.run.path),
             num_cpus=0,
-            max_restarts=self.recipe.run.restarts,
+            max_restarts=-1,
             max_task_retries=-1,  # every call may be repeated
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.key, soft=False),
+            scheduling_strategy=_here(),
         )
         try:
             self._exchange = actor.remote(str(self.run.path.resolve()))
         except ValueError as error:
             raise UserError(f"a run {self.run.path.name} is in progress in this cluster: give another name") from error
         try:
-            get(self._exchange.newest.remote(None), deadline, "Ray to start the gateway on the trainer's machine")
+            purpose = "Ray to start the gateway on the trainer's machine (--cluster.start-deadline)"
+            self._exchange_process, niceness = get(self._exchange.ping.remote(), deadline, purpose)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise PartFailed(f"the gateway on the trainer's machine did not start: {error}") from error
+        if niceness > 0:
+            self._note = (
+                f"Ray runs its workers at niceness {niceness} here, so that other programs go first: start it with "
+                "RAY_worker_niceness=0"
+            )
 
     def start(self, name: str) -> Worker:
         """Start a worker as an actor on the node that it was given; a trainer of several ranks is several actors."""
@@ -103,17 +186,23 @@ class Cluster(Driver):
         return worker
 
     def _actor(self, name: str, attempt: int = 0, meet: MeetingPlace | None = None) -> ActorWorker:
-        deadline = self.recipe.cluster.start_deadline
-        return ActorWorker(self._placements[name], self.run, self._exchange, deadline, attempt, meet)
+        settings = self.recipe.cluster
+        return ActorWorker(
+            self._rooms[name],
+            self.run,
+            self._exchange,
+            settings.start_deadline,
+            settings.silence_deadline,
+            attempt,
+            meet,
+        )
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[ActorWorker]:
         """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
-        rank_nodes = [self._placements[name].node for name in names]
-        strategy = NodeAffinitySchedulingStrategy(rank_nodes[0].key, soft=False)
-        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=strategy).remote()
+        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=_here()).remote()
         closers.callback(ray.kill, store)
-        meet = MeetingPlace(store, is_spread=len({node.key for node in rank_nodes}) > 1)
+        meet = MeetingPlace(store, is_spread=len({self._rooms[name].node_key() for name in names}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
 
     @property
@@ -129,6 +218,63 @@ class Cluster(Driver):
         ready = ray.wait(references, num_returns=len(references), timeout=POLL)[0] if references else []
         for worker in self._workers:
             worker.poll(set(ready))
+        self._watch_exchange()
+        self._require_a_searcher()
+
+    def _watch_exchange(self) -> None:
+        """Kill a gateway that hangs; Ray starts it again."""
+        limit, now = self.recipe.cluster.silence_deadline, time.monotonic()
+        if self._ping is None:
+            if now - self._pinged_at > _PING_SECONDS:
+                self._ping, self._pinged_at = self._exchange.ping.remote(), now
+        elif ray.wait([self._ping], timeout=0)[0]:
+            with suppress(ray.exceptions.RayError):  # the next question finds the one that was restarted
+                self._exchange_process, _ = get(self._ping, limit, "the gateway's answer")
+            self._ping = None
+        elif now - self._pinged_at > limit:
+            sentence = f"the gateway gave no sign of life for {limit:g} s and was killed (--cluster.silence-deadline)"
+            record_fault(self.run.path, "silences", sentence)
+            with suppress(ProcessLookupError):
+                os.kill(self._exchange_process, signal.SIGKILL)  # it is on this machine
+            self._pinged_at = now
+
+    def _require_a_searcher(self) -> None:
+        """Raises `DeadlineExceeded` when no searcher at all has found room in time."""
+        limit, searchers = self.recipe.cluster.start_deadline, [w for w in self._workers if w.searches]
+        self._had_searcher = self._had_searcher or not all(worker.waits_for_room for worker in searchers)
+        if searchers and not self._had_searcher and time.monotonic() - self._started_at > limit:
+            raise DeadlineExceeded(
+                f"waited {limit:g} s for a node with room for a searcher ({request_text(searchers[0].room.resources)} "
+                "each): add nodes, let each ask for less (--cluster.searcher-cpus, --cluster.searcher-gpus), or wait "
+                "longer (--cluster.start-deadline)"
+            )
+
+    @property
+    def note(self) -> str:
+        """Returns what people are told about the workers: also how many searchers wait for room."""
+        waiting = [worker for worker in self._workers if worker.searches and worker.waits_for_room]
+        if not waiting:
+            return self._note
+        request = request_text(waiting[0].room.resources)
+        count = f"{len(waiting)} of {len(self.searchers)} searchers"
+        limit = "" if self._had_searcher else f" (--cluster.start-deadline {self.recipe.cluster.start_deadline:g} s)"
+        return "; ".join(filter(None, [self._note, f"{count} wait for nodes with {request} free{limit}"]))
+
+    def release_leases(self, searcher: str) -> None:
+        """Give back the prompts of a searcher that will not answer them for a while."""
+        self._exchange.journal.remote(searcher, "resume")
+
+    def silence_limit(self, worker: Worker) -> tuple[float, str]:
+        """Returns the seconds without a heartbeat after which a worker is killed, and the setting that gives them: few
+        for a searcher, which costs little; a step or a checkpoint of the trainer may take longer.
+        """
+        limit, quick_limit = super().silence_limit(worker), self.recipe.cluster.silence_deadline
+        is_quick = worker.name != "trainer" and worker.has_heartbeat and quick_limit < limit[0]
+        return (quick_limit, "--cluster.silence-deadline") if is_quick else limit
+
+
+def _here() -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _rank_to_blame(failed_ranks: Sequence[ActorWorker], may_learn_more: bool) -> ActorWorker | None:
@@ -150,42 +296,44 @@ _REQUEST_SECONDS = 1.0  # between two requests for how long a worker has been si
 class ActorWorker:
     """A worker as a Ray actor, seen from its driver."""
 
-    placement: Placement
+    room: Room
     run: RunDirectory
     exchange: Any
-    deadline: float  # seconds that Ray may take to start it
+    deadline: float  # seconds that Ray may take to start it; for a rank, also to find room
+    silence_deadline: float  # seconds within which its process answers
     attempt: int = 0
     meet: MeetingPlace | None = None  # where a rank of the trainer finds the others
     code: int | None = field(init=False)
     cause_of_death: str = field(init=False)
     lost_contact: bool = field(init=False)  # it ended because it could not reach another worker
     has_heartbeat: bool = field(init=False)
+    waits_for_room: bool = field(init=False)
     _actor: Any = field(init=False)
     _end_reference: Any = field(init=False)
     _error: Json = field(init=False)
+    _room_request: Any = field(init=False)  # the pending request for room; None: it has some
     _silence_request: Any = field(init=False)  # the pending request for how long it has been silent
     _requested_at: float = field(init=False)
-    _heartbeat_at: float = field(init=False)  # when it last gave a heartbeat, or was started
+    _heartbeat_at: float = field(init=False)  # when it last gave a heartbeat, found room, or was started
     _is_up: bool = field(init=False)
+    _is_missed: bool = field(init=False)  # that it has no room again is recorded
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        """Start it as a new actor: on its node, or on any node that has room if that one is gone."""
+        """Start it as a new actor in its room, as soon as there is room."""
         self.code, self.cause_of_death, self.has_heartbeat, self._error, self._is_up = None, "", False, None, False
-        self.lost_contact = False
+        self.lost_contact, self.waits_for_room, self._is_missed = False, True, False
         self._heartbeat_at = self._requested_at = time.monotonic()
-        resources = self.placement.resources
-        is_movable = self._searches or not self.placement.node.here
-        strategy = NodeAffinitySchedulingStrategy(self.placement.node.key, soft=is_movable)
+        resources = self.room.resources
         # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(
                 num_cpus=resources["CPU"],
                 num_gpus=resources["GPU"],
-                scheduling_strategy=strategy,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.room.group, self.room.bundle),
                 runtime_env={"env_vars": share_of_gpu(resources["GPU"])},
             )
             .remote()
@@ -193,6 +341,7 @@ class ActorWorker:
         facts = facts_with_text(self.run)
         self._end_reference = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
         self._silence_request = self._actor.silence.remote()
+        self._room_request = self.room.group.ready()
 
     def start_again(self) -> None:
         """Start the worker again after its death."""
@@ -202,16 +351,16 @@ class ActorWorker:
 
     @property
     def name(self) -> str:
-        return self.placement.worker
+        return self.room.worker
 
     @property
-    def _searches(self) -> bool:
+    def searches(self) -> bool:
         """Returns whether this is a searcher, which the run can do without."""
         return not self.name.startswith("trainer")
 
     @property
     def description(self) -> str:
-        return f"{self.name} (on {self.placement.node.name})"
+        return f"{self.name} ({self.room.node_name()})"
 
     @property
     def log(self) -> str:
@@ -220,50 +369,70 @@ class ActorWorker:
 
     @property
     def pending_references(self) -> list[Any]:
-        """Returns the Ray references to wait for: of the worker's end, and of its answer."""
-        silence_requests = [] if self._silence_request is None else [self._silence_request]
-        return [self._end_reference, *silence_requests] if self.code is None else []
+        """Returns the Ray references to wait for: of the worker's end, of room for it, and of its answer."""
+        requests = [request for request in (self._room_request, self._silence_request) if request is not None]
+        return [self._end_reference, *requests] if self.code is None else []
 
     def poll(self, ready: set[Any]) -> None:
-        """Read the references that have become ready. Raises `DeadlineExceeded` when Ray does not start the actor."""
+        """Read the references that have become ready.
+
+        Raises `DeadlineExceeded` when a rank of the trainer finds no room, or Ray does not start it.
+        """
         if self.code is not None:
             return
         if self._end_reference in ready:
             self._record_end()
             return
         now = time.monotonic()
+        if self._room_request is not None and self._room_request in ready:
+            self._room_request, self.waits_for_room, self._heartbeat_at = None, False, now
         if self._silence_request is None and now - self._requested_at > _REQUEST_SECONDS:
             self._requested_at, self._silence_request = now, self._actor.silence.remote()
         elif self._silence_request is not None and self._silence_request in ready:
             with suppress(ray.exceptions.RayError):  # that the actor is gone is seen by its end
-                silence = get(self._silence_request, self.deadline, f"an answer of {self.description}")
-                self._is_up = True
+                silence = get(self._silence_request, self.deadline, f"an answer of {self.name}")
+                self._is_up, self.waits_for_room = True, False
                 if silence is not None:
                     self.has_heartbeat, self._heartbeat_at = True, now - silence
             self._silence_request = None
-        elif not self._is_up and now - self._heartbeat_at > self.deadline:
-            self._give_up_starting()
+        elif self._is_up and now - self._requested_at > self.silence_deadline:
+            self._end_frozen()
+        elif not self._is_up and now - self._heartbeat_at > (
+            _UNNOTICED_SECONDS if self.searches and self.waits_for_room else self.deadline
+        ):
+            self._note_missing()
 
-    def _give_up_starting(self) -> None:
-        """Give up an actor for which no node has room.
+    def _end_frozen(self) -> None:
+        """End a worker whose process, or machine, stands still."""
+        limit = f"{self.silence_deadline:g} s and was killed (--cluster.silence-deadline)"
+        record_fault(self.run.path, "silences", f"the process of {self.description} did not answer for {limit}")
+        self.end()
 
-        If it has never been started, or is the trainer's, the run cannot continue.
+    def _note_missing(self) -> None:
+        """Note that a searcher has no room, or give up an actor that Ray does not start.
+
+        Raises `DeadlineExceeded` where the run cannot continue without it.
         """
-        request = f"{self.placement.resources['CPU']:g} CPU and {self.placement.resources['GPU']:g} GPU"
-        complaint = f"waited {self.deadline:g} s for Ray to start {self.description} with {request}"
+        request = request_text(self.room.resources)
+        if self.searches and self.waits_for_room:
+            if self.attempt and not self._is_missed:
+                self.exchange.journal.remote(
+                    self.name, "resume"
+                )  # the prompts it had leased are given back, for others
+                sentence = f"no node has {request} for {self.name} again: it waits for one, and the run continues"
+                record_fault(self.run.path, "searchers_waiting", sentence)
+            self._is_missed = True
+            return
+        complaint = f"Ray did not start it with {request} within {self.deadline:g} s (--cluster.start-deadline)"
         self.kill()
-        if self.attempt and self._searches:  # its machine is gone, most likely
-            self.code = 0
-            self.exchange.journal.remote(self.name, "resume")  # the prompts it had leased are given back, for others
-            record_fault(self.run.path, "searchers_given_up", f"{complaint} again; the run continues without it")
-        else:
-            self.code, self.cause_of_death = DIED, "was not started"
-            raise DeadlineExceeded(f"{complaint}: others may hold them")
+        self.code, self.cause_of_death = DIED, f"was lost: {complaint}"
+        if not self.searches:
+            raise DeadlineExceeded(f"{self.description}: {complaint}; others may hold them, or their node is gone")
 
     def _record_end(self) -> None:
         """Find out how the worker ended."""
         try:
-            self._error = get(self._end_reference, self.deadline, f"the end of {self.description}")
+            self._error = get(self._end_reference, self.deadline, f"the end of {self.name}")
             self.code = 0 if self._error is None else 1
         except ray.exceptions.RayError as error:
             self.lost_contact = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
@@ -276,8 +445,8 @@ class ActorWorker:
         return time.monotonic() - self._heartbeat_at
 
     def ask_to_stop(self) -> None:
-        if self.code is None and self.attempt and self._searches and not self._is_up:
-            self.kill()  # it is still waiting for a node, and has nothing to finish
+        if self.code is None and self.searches and not self._is_up:
+            self.kill()  # it still waits for a node, or loads, and has nothing to finish
             self.code = 0
         elif self.code is None:
             self._actor.stop.remote()

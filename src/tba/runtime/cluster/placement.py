@@ -1,14 +1,17 @@
-"""Places each worker of a run on a cluster, before anything starts.
+"""Says what each worker of a run asks of a cluster, and where it would go now.
 
-Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
-directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
-on the node that has most left of what it asks for, after those before it. What does not fit is refused in a sentence.
+Invariant: the trainer (the first of its ranks), the journal and the driver are on one machine, where the run's
+directory is; the other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
+on the node that has most left of what it asks for, after those before it. In a cluster that was there before, a
+searcher without room waits for a node; what else does not fit is refused in a sentence. Ray has the last word: the
+driver reserves bundles of placement groups (`driver`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tba.errors import UserError
@@ -21,7 +24,16 @@ from tba.runtime.cluster.gateway import KEPT_VERSIONS
 from tba.runtime.devices import USABLE, Place, assign_gpus
 from tba.training.ranks.messages import name_of_rank
 
+RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the cluster that Ray's own commands use
 _SLACK = 1e-9  # so that thirds of a GPU add up to one
+
+
+def address_of(recipe: Recipe) -> str | None:
+    """Returns the address of the Ray cluster to join: the recipe's, else that of the environment, which a job that was
+    submitted to a cluster has. None: the run has a cluster of its own.
+    """
+    address = recipe.address or os.environ.get(RAY_ADDRESS)
+    return None if address in ("", "local") else address
 
 
 @dataclass
@@ -72,21 +84,24 @@ class Placement:
     """A worker, its node and its resources there."""
 
     worker: str
-    node: Node
+    node: Node | None  # None: it waits for one with room
     resources: Mapping[str, float]  # CPU, GPU
 
 
 def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, dict[str, float]]:
     """Returns the CPUs and GPUs that each worker asks for, where the cluster has `gpus` free.
 
-    GPUs that no setting names are assigned as on one machine. Raises `UserError` where they are too few.
+    GPUs that no setting names are whole ones in a cluster that was there before, which may grow; on one machine, or one
+    GPU, they are assigned as without Ray. Raises `UserError` where they are too few.
     """
     settings, gpus_each = recipe.cluster, recipe.model.gpus_per_searcher
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     workers = (*ranks, *searchers)
     gpu_settings = {worker: settings.trainer_gpus if worker in ranks else settings.searcher_gpus for worker in workers}
     gpu_places = dict.fromkeys(workers, Place())
-    if gpus_each and None in gpu_settings.values():
+    if gpus_each and gpus > 1 and address_of(recipe) is not None:
+        gpu_places |= {w: Place(tuple(range(1 if w in ranks else gpus_each)), USABLE) for w in workers}
+    elif gpus_each and None in gpu_settings.values():
         gpu_places = assign_gpus(ranks, searchers, gpus, gpus_each, "the Ray cluster has free")
         share = min((gpu_places[name].share for name in searchers), default=0.0)
         gpu_places |= {name: replace(gpu_places[name], share=share) for name in searchers}  # equal parts fill any GPU
@@ -113,37 +128,74 @@ def share_of_gpu(gpus: float) -> dict[str, str]:
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placement]:
-    """Assign nodes: the trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
+    """Assign nodes: the trainer's ranks first, then the searchers. Raises `UserError` when they do not fit.
+
+    The trainer is on the driver's node, or on another one where that has no room: then the driver moves there.
+    """
     driver_node = next(node for node in nodes if node.here)
+    is_joined = address_of(recipe) is not None
     placements: list[Placement] = []
-    for worker, request in requests(recipe, sum(int(n.gpus + _SLACK) for n in nodes), searchers).items():
-        candidates = [driver_node] if worker == "trainer" else nodes
-        fitting_nodes = [node for node in candidates if node.fits(request)]
-        if not fitting_nodes:
+    for worker, request in requests(recipe, whole_gpus(nodes), searchers).items():
+        is_rank = worker.startswith("trainer")
+        stays_here = worker == "trainer" and (driver_node.fits(request) or not is_joined)
+        candidates = [driver_node] if stays_here else nodes
+        rank_nodes = {p.node.key for p in placements if p.node} if is_rank else set()
+        node = reserve_roomiest(candidates, request, rank_nodes)
+        if node is None and (is_rank or not is_joined):
             raise UserError(_too_much(worker, request, candidates))
-        kind = "GPU" if request["GPU"] > 0 else "CPU"
-        rank_nodes = {p.node.key for p in placements} if worker.startswith("trainer") else set()
-        node = max(fitting_nodes, key=lambda n: (n.key in rank_nodes, n.free[kind], n.here))
-        node.reserve(request)
         placements.append(Placement(worker, node, request))
     return placements
 
 
+def whole_gpus(nodes: Sequence[Node]) -> int:
+    """Returns how many whole GPUs are free."""
+    return sum(int(node.gpus + _SLACK) for node in nodes)
+
+
+def reserve_roomiest(
+    nodes: Sequence[Node], request: Mapping[str, float], preferred: Collection[str] = ()
+) -> Node | None:
+    """Reserve a request on the node that has most left of it, a preferred one first; None: on no node is room."""
+    fitting_nodes = [node for node in nodes if node.fits(request)]
+    if not fitting_nodes:
+        return None
+    kind = "GPU" if request["GPU"] > 0 else "CPU"
+    node = max(fitting_nodes, key=lambda n: (n.key in preferred, n.free[kind], n.here))
+    node.reserve(request)
+    return node
+
+
+def request_text(request: Mapping[str, float]) -> str:
+    """Returns a request in words."""
+    return f"{request['CPU']:g} CPU and {request['GPU']:g} GPU"
+
+
 def _too_much(worker: str, request: Mapping[str, float], candidates: Sequence[Node]) -> str:
-    location = f"{candidates[0].name}, where the run is" if worker == "trainer" else f"any of {len(candidates)} nodes"
+    is_here = worker == "trainer" and len(candidates) == 1
+    location = f"{candidates[0].name}, where the run is" if is_here else f"any of {len(candidates)} nodes"
     remainders = "; ".join(f"{n.name} has {n.free['CPU']:g} CPU and {n.free['GPU']:g} GPU left" for n in candidates)
     remedy = "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5)"
     if worker.startswith("trainer-"):
         remedy = "use fewer --trainer.ranks, let each ask for less (--cluster.trainer-cpus 0.5)"
     return (
-        f"{worker} asks for {request['CPU']:g} CPU and {request['GPU']:g} GPU, which do not fit on {location} "
+        f"{worker} asks for {request_text(request)}, which do not fit on {location} "
         f"({remainders}): {remedy}, or add nodes"
     )
 
 
 def placement_lines(placements: Sequence[Placement]) -> list[str]:
-    """Returns a line for each node, with the workers that it runs."""
-    return [_describe_node(node, placements) for node in _nodes_of(placements)]
+    """Returns a line for each node, with the workers that it runs, and one for those that wait for a node."""
+    return [*(_describe_node(node, placements) for node in _nodes_of(placements)), *_waiting_lines(placements)]
+
+
+def _waiting_lines(placements: Sequence[Placement]) -> list[str]:
+    waiting = [p for p in placements if p.node is None]
+    if not waiting:
+        return []
+    request = waiting[0].resources
+    remedy = "; a smaller --cluster.searcher-gpus, such as 0.5, lets several share a GPU" if request["GPU"] == 1 else ""
+    count = f"{len(waiting)} searcher{'s' if len(waiting) > 1 else ''}"
+    return [f"{count} will wait for nodes with {request_text(request)} free{remedy}"]
 
 
 def memory_lines(
@@ -156,22 +208,26 @@ def memory_lines(
     """
     lines, all_ranks = [], sum(p.worker.startswith("trainer") for p in placements)
     for node in _nodes_of(placements):
-        workers = [p.worker for p in placements if p.node.key == node.key]
+        workers = [p.worker for p in _on(node, placements)]
         ranks = sum(worker.startswith("trainer") for worker in workers)
         versions = KEPT_VERSIONS + 1 if "trainer" in workers else 2
         needed = (len(workers) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
         lines.append(f"{_describe_node(node, placements)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
             raise UserError(f"{lines[-1]}: more than there is; use a smaller model, fewer --searchers or more nodes")
-    return lines
+    return [*lines, *_waiting_lines(placements)]
 
 
 def _nodes_of(placements: Sequence[Placement]) -> list[Node]:
-    return list({p.node.key: p.node for p in placements}.values())
+    return list({p.node.key: p.node for p in placements if p.node}.values())
+
+
+def _on(node: Node, placements: Sequence[Placement]) -> list[Placement]:
+    return [p for p in placements if p.node and p.node.key == node.key]
 
 
 def _describe_node(node: Node, placements: Sequence[Placement]) -> str:
-    workers = [p.worker for p in placements if p.node.key == node.key]
+    workers = [p.worker for p in _on(node, placements)]
     all_ranks = sum(p.worker.startswith("trainer") for p in placements)
     ranks = sum(worker.startswith("trainer") for worker in workers)
     searchers = len(workers) - ranks
@@ -179,8 +235,8 @@ def _describe_node(node: Node, placements: Sequence[Placement]) -> str:
     parts = [f"trainer{rank_note} and journal"] if "trainer" in workers else []
     parts += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in workers else []
     parts += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
-    used = {kind: sum(p.resources[kind] for p in placements if p.node.key == node.key) for kind in ("CPU", "GPU")}
+    used = {kind: sum(p.resources[kind] for p in _on(node, placements)) for kind in ("CPU", "GPU")}
     return (
-        f"{node.name}{' (here)' if node.here else ''}: {' and '.join(parts)}; {used['CPU']:g} of {node.cpus:g} CPU, "
+        f"on {node.name}{' (here)' if node.here else ''}: {' and '.join(parts)}; {used['CPU']:g} of {node.cpus:g} CPU, "
         f"{used['GPU']:g} of {node.gpus:g} GPU"
     )

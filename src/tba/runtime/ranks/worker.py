@@ -62,6 +62,10 @@ class RankedWorker(Generic[P]):
         return self.ranks[0].name
 
     @property
+    def waits_for_room(self) -> bool:
+        return any(rank.waits_for_room for rank in self.ranks)
+
+    @property
     def description(self) -> str:
         return self._speaker.description
 

@@ -1,0 +1,150 @@
+"""How the driver treats workers that die: how often each is restarted, and when the run goes on without it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from tests.runtime.runs import made, quiet
+
+from tba.errors import PartFailed
+from tba.record.faults import count_faults, read_faults
+from tba.runtime.supervisor import Driver
+
+HOUR = 3600.0
+
+
+@dataclass
+class Mortal:
+    """A worker that dies when it is told to, and counts its lives."""
+
+    name: str
+    attempt: int = 0
+    code: int | None = None
+    waits_for_room: bool = False
+    description: str = "a worker"
+    log: str = "nowhere"
+    cause_of_death: str = "was killed by signal 9"
+    has_heartbeat: bool = True
+    silent_seconds: float = 0.0
+
+    def silence(self) -> float:
+        return self.silent_seconds
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def end(self) -> None:
+        self.code = -9
+
+    def start_again(self) -> None:
+        self.attempt, self.code = self.attempt + 1, None
+
+    def failure(self) -> Exception:
+        return PartFailed(f"{self.name} {self.cause_of_death}")
+
+
+@dataclass
+class Watcher(Driver):
+    """A driver whose workers are made by the test, with a clock that the test sets."""
+
+    released: list[str] = field(default_factory=list)
+
+    def start(self, name: str) -> Mortal:
+        return Mortal(name)
+
+    def release_leases(self, searcher: str) -> None:
+        self.released.append(searcher)
+
+
+@dataclass
+class Story:
+    """Two searchers and a trainer under a driver, at a time of the test's choice."""
+
+    path: Path
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        recipe, run = made(self.path, "--run.restarts", "3", "--run.trainer-restarts", "1")
+        self.driver = Watcher(recipe, run, quiet, now=lambda: self.time)
+        self.searchers = [Mortal("searcher-0"), Mortal("searcher-1")]
+        self.trainer = Mortal("trainer")
+
+    def watch(self, time: float) -> None:
+        self.time = time
+        self.driver._watch(self.searchers)
+
+    def faults(self) -> dict[str, int]:
+        return count_faults(self.path)
+
+
+def test_in_no_window_of_an_hour_is_a_searcher_restarted_more_often_than_allowed_and_it_always_comes_back(
+    tmp_path: Path,
+) -> None:
+    story, rng = Story(tmp_path / "run"), random.Random(0)
+    victim, restarts = story.searchers[1], list[float]()
+    for minute in range(600):
+        if victim.code is None and rng.random() < 0.2:
+            victim.code = -9
+        before = victim.attempt
+        story.watch(60.0 * minute)
+        restarts += [story.time] * (victim.attempt - before)
+    assert len(restarts) > 20
+    assert all(later - earlier >= HOUR for earlier, later in zip(restarts, restarts[3:], strict=False))
+    victim.code = -9
+    story.watch(story.time + HOUR)
+    assert victim.code is None
+
+
+def test_ten_deaths_in_an_hour_leave_a_searcher_out_and_the_run_goes_on_with_the_other(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run")
+    victim = story.searchers[1]
+    for death in range(10):
+        victim.code = -9
+        story.watch(60.0 * death)
+        story.watch(60.0 * death + 30.0)
+    assert (victim.attempt, victim.code) == (3, -9)
+    assert (story.faults()["searcher_restarts"], story.faults()["searchers_waiting"]) == (3, 1)
+    assert story.driver.released == ["searcher-1"]
+    assert "starts it again in 57:00 min" in str(read_faults(story.path)[-1]["what"])
+    story.watch(HOUR - 1.0)
+    assert victim.attempt == 3
+    story.watch(HOUR)
+    assert (victim.attempt, victim.code) == (4, None)
+
+
+@pytest.mark.parametrize("other", [{"code": -9}, {"waits_for_room": True}])
+def test_the_run_ends_when_no_searcher_is_left_that_works(tmp_path: Path, other: dict[str, int | bool]) -> None:
+    story = Story(tmp_path / "run")
+    victim = story.searchers[0]
+    story.searchers[1] = replace(story.searchers[1], **other)
+    story.driver._restart_times["searcher-1"].extend([0.0] * 3)
+    for minute in range(3):
+        victim.code = -9
+        story.watch(60.0 * minute)
+    assert (victim.attempt, victim.code) == (3, None)
+    victim.code = -9
+    with pytest.raises(PartFailed, match="searcher-0 was killed by signal 9"):
+        story.watch(180.0)
+
+
+def test_the_trainer_has_restarts_of_its_own(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run")
+    for time, is_restarted in ((0.0, True), (10.0, False), (HOUR, True)):
+        story.time, story.trainer.code = time, -9
+        assert story.driver._restart_trainer(story.trainer, []) == is_restarted
+    assert story.trainer.attempt == 2
+    assert story.faults()["trainer_restarts"] == 2
+
+
+def test_a_worker_without_a_place_is_never_silent(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run")
+    hanging, waiting = story.searchers
+    hanging.silent_seconds = waiting.silent_seconds = 1e6
+    waiting.waits_for_room = True
+    story.driver._end_silent(story.searchers)
+    assert [hanging.code, waiting.code] == [-9, None]
+    assert "for 1800 s and was killed (--run.silence-deadline)" in str(read_faults(story.path)[-1]["what"])
