@@ -12,7 +12,7 @@
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)
-# TORCH=cu128           the build for that CUDA release
+# TORCH=cu126           the build for that CUDA release
 # WHEELS=URL            another index for torch
 # THREADS=2             threads of each process of the tests
 
