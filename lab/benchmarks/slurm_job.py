@@ -88,6 +88,8 @@ class Job:
 
     def wait_for_steps(self, least: int) -> None:
         until(lambda: self.steps() >= least or self.fact("JobState") in ("FAILED", "TIMEOUT"), f"step {least}")
+        if self.steps() < least:
+            raise RuntimeError(f"the job ended before step {least}: {self.fact('JobState')}, {self.fact('Reason')}")
 
 
 def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> None:

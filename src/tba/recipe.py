@@ -107,6 +107,8 @@ class ClusterSettings:
     trainer_cpus: float = 1.0  # cores reserved for each rank of the trainer
     trainer_gpus: float | None = None  # GPUs reserved for each rank of the trainer; None: one, or a share of few
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
+    working_dir: Path | None = None  # folder that Ray copies to the workers' nodes, such as that of modules that the
+    # recipe imports; None: nothing is copied
     start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer, and for the first searcher,
     # and to start a part; other searchers wait for room as long as it takes
     silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a searcher without a
@@ -115,6 +117,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, Path):
+                continue
             if value is not None and not 0 <= value < math.inf:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give a number that is not negative")
             if f.name.endswith("_gpus") and value is not None and value > 1 and value != int(value):
