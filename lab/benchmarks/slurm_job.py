@@ -100,7 +100,7 @@ def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> Non
     until(lambda: job.fact("Restarts") != "0", "Slurm's SIGTERM and the requeued job")
     step, rows = job.steps(), rows_of(journal)
     checkpoint = newest_checkpoint(job.run / "checkpoints")
-    write(["requeued", step, len(rows), 0, f"newest checkpoint {checkpoint.name if checkpoint else 'NONE'}"])
+    write(["requeued", step, len(rows), 0, f"newest checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
     job.wait_for_steps(step + 10)
     now = rows_of(journal)
     write(["continued", job.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
