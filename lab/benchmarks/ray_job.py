@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import secrets
 import shlex
@@ -48,10 +49,10 @@ def until(condition: Callable[[], object], purpose: str) -> None:
 
 def ray(*words: str) -> str:
     """Returns what a command of Ray prints."""
-    ended = subprocess.run([str(Path(sys.executable).parent / "ray"), *words], capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"ray {' '.join(words)}: {ended.stdout[-1500:]}{ended.stderr[-1500:]}")
-    return ended.stdout
+    process = subprocess.run([str(Path(sys.executable).parent / "ray"), *words], capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"ray {' '.join(words)}: {process.stdout[-1500:]}{process.stderr[-1500:]}")
+    return process.stdout
 
 
 class Story:
@@ -73,16 +74,8 @@ class Story:
         """Submit the entry point, and return the name of the job."""
         name = f"story-{number}"
         words = ("--address", f"http://127.0.0.1:{DASHBOARD}", "--no-wait", "--submission-id", name)
-        environment = yaml.safe_load(self.environment)
-        ray(
-            "job",
-            "submit",
-            *words,
-            "--runtime-env-json",
-            yaml.safe_dump(environment, default_flow_style=True, width=10**6),
-            "--",
-            *shlex.split(self.entrypoint),
-        )
+        environment = json.dumps(yaml.safe_load(self.environment))
+        ray("job", "submit", *words, "--runtime-env-json", environment, "--", *shlex.split(self.entrypoint))
         return name
 
     def steps(self) -> int:
@@ -126,7 +119,7 @@ def tell(home: Path, write: Callable[[list[object]], None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("lab/results/ray_job.csv"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="job"))  # short: the names of Ray's sockets begin with it
     os.environ.update({"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"})
     os.environ.update(
@@ -143,7 +136,7 @@ def main() -> int:
         until(lambda: "Ray runtime started" in (home / "ray.log").read_text() or nodes[0].poll() is not None, "Ray")
         worker = ["--address", f"127.0.0.1:{GCS}", "--node-ip-address=127.0.0.2", "--num-cpus=2"]
         nodes.append(subprocess.Popen([program, "start", *worker, *common], stdout=log, stderr=log))
-        with given.out.open("w", newline="") as file:
+        with options.out.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
 
             def write(row: list[object]) -> None:

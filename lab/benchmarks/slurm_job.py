@@ -62,7 +62,7 @@ def until(condition: Callable[[], object], purpose: str) -> None:
         time.sleep(POLL)
 
 
-def printed(*words: str) -> str:
+def output_of(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -74,12 +74,12 @@ class Job:
         environment = {**os.environ, "TBA_RUNS": str(self.run.parent), "TBA_RUN_NAME": self.run.name}
         words = ["sbatch", "--parsable", f"--time={minutes}", "--nodes=2", "--gpus-per-node=0", f"--output={home}/log"]
         words += [str(SCRIPT), str(TOY), "--searchers", "2", "--steps", "999999", "--cluster.searcher-cpus", "1"]
-        made = subprocess.run(words, check=True, capture_output=True, text=True, env=environment, cwd=home)
-        self.number = made.stdout.strip()
+        process = subprocess.run(words, check=True, capture_output=True, text=True, env=environment, cwd=home)
+        self.number = process.stdout.strip()
 
     def fact(self, name: str) -> str:
         """Returns what Slurm says of the job under that name."""
-        words = printed("scontrol", "show", "job", self.number).split()
+        words = output_of("scontrol", "show", "job", self.number).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
     def steps(self) -> int:
@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=int, default=9)
     parser.add_argument("--out", type=Path, default=Path("lab/results/slurm_job.csv"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="slurm"))
     (home / "slurm.conf").write_text(CONFIGURATION.format(home=home))
     os.environ.update({"SLURM_CONF": str(home / "slurm.conf"), "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(home)})
@@ -128,8 +128,8 @@ def main() -> int:
     daemons = [subprocess.Popen(["slurmctld", "-D"])]
     daemons += [subprocess.Popen(["slurmd", "-D", "-N", node]) for node in ("n1", "n2")]
     try:
-        until(lambda: printed("sinfo", "--noheader", "--format=%T") == "idle", "two idle nodes")
-        with given.out.open("w", newline="") as file:
+        until(lambda: output_of("sinfo", "--noheader", "--format=%T") == "idle", "two idle nodes")
+        with options.out.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
 
             def write(row: list[object]) -> None:
@@ -138,7 +138,7 @@ def main() -> int:
                 print(row, flush=True)
 
             write(["event", "step", "rows", "lost", "note"])
-            tell(home, given.minutes, write)
+            tell(home, options.minutes, write)
         return 0
     finally:
         print((home / "log").read_text(errors="replace")[-3000:] if (home / "log").exists() else "no log")
