@@ -1,20 +1,24 @@
 """Faults of a cluster run, on two Ray nodes of this machine: rows that were lost, what was printed, what it cost.
 
-    python lab/benchmarks/cluster_faults.py [--stories faults,ranks,no-gpu] [--out lab/results/cluster_faults.csv]
+    python lab/benchmarks/cluster_faults.py [--stories searchers,nodes,...] [--out lab/results/cluster_faults.csv]
 
 Each story is one run that goes through its faults one after the other; a row is written after each of them. The trainer
 and one searcher have room on the first node, the other searcher on the second.
 
-    faults      the enumerable toy with two searchers:
+    searchers   the enumerable toy with two searchers:
         late            the second node is added once the run goes on without it
         searcher        the second searcher killed (SIGKILL), three times
+    windows     the same, with 2 restarts in a window of 60 s:
+        ten-deaths      the second searcher killed each time it is back, ten times
+    nodes       the same, with restarts enough:
         node            the second raylet killed, and a node added once the run has gone on without it, three times
-        driver          the driver killed, and the run resumed, three times
-        frozen          the second searcher stopped for good (SIGSTOP), with --cluster.silence-deadline 20
-        frozen-exchange the gateway stopped for good, with the same deadline
-        sigterm         SIGTERM to the driver, then a resume
         head            all of Ray on the first node killed, and the run resumed in a new cluster
-        ten-deaths      the second searcher killed each time it is back, ten times; 2 restarts in a window of 60 s
+    drivers     the same:
+        driver          the driver killed, and the run resumed, three times
+        sigterm         SIGTERM to the driver, then a resume
+    hangs       the same, with --cluster.silence-deadline 20:
+        frozen          the second searcher stopped for good (SIGSTOP)
+        frozen-exchange the gateway stopped for good
     ranks       one-digit sums with a trainer of two ranks (gloo), one on each node:
         rank            the second killed
     no-gpu      the toy, from a first node without cores and GPUs: the command moves to the second, which shows one GPU
@@ -58,13 +62,15 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
 from tba.training.checkpoint import newest_checkpoint
+from tba.types import Trajectory
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 TOY, SUMS = TESTS / "toy" / "recipe.py", TESTS / "tiny_sums.py"
 SECOND_ADDRESS = "127.0.0.2"  # of a node that is to differ from the first by its address
 DEADLINE = 600.0  # seconds for anything, on a busy machine
-POLL = 0.1
+POLL = 0.2
 STORE_BYTES = 150_000_000
+TOLD = ("searcher_restarts", "trainer_restarts", "exchange_restarts", "searchers_waiting", "silences", "resumes")
 
 
 @dataclass(frozen=True)
@@ -151,17 +157,14 @@ class Story:
 
     def wait_for_rows(self, searcher: str) -> None:
         """Wait until a searcher brings more rows than it has brought."""
+        with JournalFollower(self.path / "journal.sqlite", create=False) as journal:
+            journal.drain()
+            makers = (t.provenance["searcher"] for t in self._arrivals(journal, searcher))
+            next(maker for maker in makers if maker == searcher)
 
-        def count() -> int:
-            with JournalFollower(self.path / "journal.sqlite", create=False) as journal:
-                return Counter(t.provenance["searcher"] for t in journal.drain())[searcher]
-
-        before = count()
-        self.until(lambda: count() > before, f"rows by {searcher}")
-
-    def wait_for_fault(self, kind: str) -> None:
-        before = count_faults(self.path)[kind]
-        self.until(lambda: count_faults(self.path)[kind] > before, f"a fault of the kind {kind}")
+    def _arrivals(self, journal: JournalFollower, searcher: str) -> Iterator[Trajectory]:
+        while True:
+            yield from self.until(journal.drain, f"rows by {searcher}")
 
     @contextmanager
     def fault(self, name: str) -> Iterator[Callable[[str], None]]:
@@ -170,7 +173,7 @@ class Story:
         rows, sentences, began = rows_of(self.path / "journal.sqlite"), list[str](), time.monotonic()
         yield sentences.append
         seconds, now = time.monotonic() - began, rows_of(self.path / "journal.sqlite")
-        sentences += [str(fault["what"]) for fault in read_faults(self.path)[known:]][:2]
+        sentences += [str(f["what"]) for f in read_faults(self.path)[known:] if f["kind"] in TOLD][:2]
         lost = sum(now.get(seq) != row for seq, row in rows.items())
         code = "" if (ended := self.commands[-1][0].poll()) is None else str(ended)
         text = " ".join("; ".join(sentences).split())[:500]
@@ -194,9 +197,17 @@ class Story:
             say("the account closes" if ledgers and all(x.closes() for x in ledgers) else "IT DOES NOT CLOSE")
 
 
-def tell_faults(story: Story) -> None:
+def begin(story: Story, *settings: str) -> None:
+    """Begin the toy on two nodes, and wait until both searchers bring rows."""
     story.begin_cluster()
-    story.train("--searchers", "2", "--cluster.silence-deadline", "20")
+    story.add_node(1)
+    story.train("--searchers", "2", *settings)
+    story.wait_for_rows("searcher-1")
+
+
+def tell_searchers(story: Story) -> None:
+    story.begin_cluster()
+    story.train("--searchers", "2")
     with story.fault("late") as say:
         say(next(line for line in story.text().splitlines() if "wait for nodes with" in line))
         story.add_node(1)
@@ -205,21 +216,11 @@ def tell_faults(story: Story) -> None:
         with story.fault("searcher"):
             story.kill("searcher-1")()
             story.wait_for_rows("searcher-1")
-    for _ in range(3):
-        lose_node(story)
-    for _ in range(3):
-        kill_driver(story)
-    for name, part in (("frozen", "searcher-1"), ("frozen-exchange", "exchange")):
-        with story.fault(name):
-            story.kill(part, signal.SIGSTOP)()
-            story.wait_for_rows("searcher-1")
-    with story.fault("sigterm") as say:
-        end_by_sigterm(story, say)
-    story.resume()
-    lose_head(story)
     story.end()
-    story.resume("--run.restarts", "2", "--run.restart-window", "60")
-    story.wait_for_rows("searcher-1")
+
+
+def tell_windows(story: Story) -> None:
+    begin(story, "--run.restarts", "2", "--run.restart-window", "60")
     with story.fault("ten-deaths"):
         for _ in range(10):
             story.kill("searcher-1")()
@@ -227,10 +228,38 @@ def tell_faults(story: Story) -> None:
     story.end()
 
 
+def tell_nodes(story: Story) -> None:
+    begin(story, "--run.restarts", "100")
+    for _ in range(3):
+        lose_node(story)
+    lose_head(story)
+    story.end()
+
+
+def tell_drivers(story: Story) -> None:
+    begin(story)
+    for _ in range(3):
+        kill_driver(story)
+    with story.fault("sigterm") as say:
+        end_by_sigterm(story, say)
+    story.resume()
+    story.end()
+
+
+def tell_hangs(story: Story) -> None:
+    begin(story, "--cluster.silence-deadline", "20")
+    for name, part in (("frozen", "searcher-1"), ("frozen-exchange", "exchange")):
+        with story.fault(name):
+            story.kill(part, signal.SIGSTOP)()
+            story.wait_for_rows("searcher-1")
+    story.end()
+
+
 def lose_node(story: Story) -> None:
     with story.fault("node"):
+        before = count_faults(story.path)["searchers_waiting"]
         story.nodes.remove_node(story.second, allow_graceful=False)
-        story.wait_for_fault("searchers_waiting")
+        story.until(lambda: count_faults(story.path)["searchers_waiting"] > before, "the searcher to be missed")
         story.wait_for_steps(20)
         story.add_node(1)
         story.wait_for_rows("searcher-1")
@@ -258,12 +287,16 @@ def lose_head(story: Story) -> None:
 
 
 def end_by_sigterm(story: Story, say: Callable[[str], None]) -> None:
-    step = story.steps()
+    step, signalled_at = story.steps(), time.time()
     story.driver.send_signal(signal.SIGTERM)
     story.driver.wait(DEADLINE)
     checkpoint = newest_checkpoint(story.path / "checkpoints")
     is_new = checkpoint is not None and checkpoint.version.step >= step
-    say(f"a checkpoint of step {checkpoint.version.step}" if checkpoint and is_new else "NO NEW CHECKPOINT")
+    if checkpoint is None or not is_new:
+        say("NO NEW CHECKPOINT")
+    else:
+        seconds = checkpoint.path.stat().st_mtime - signalled_at
+        say(f"a checkpoint of step {checkpoint.version.step}, {seconds:.1f} s after the signal")
 
 
 def tell_ranks(story: Story) -> None:
@@ -282,14 +315,22 @@ def tell_without_gpu(story: Story) -> None:
     story.add_node(3, num_gpus=1, node_ip_address=SECOND_ADDRESS)
     story.train("--searchers", "2", "--cluster.trainer-gpus", "1", "--cluster.searcher-gpus", "0")
     with story.fault("head-no-gpu") as say:
-        say(story.text().splitlines()[0])
+        say(" ".join(story.text().splitlines()[:2]))
         say(f"parts ran on {sorted({p['node'] for p in read_lines(story.path / 'logs' / PLACES)})}")
         story.wait_for_steps(20)
     with story.fault("sigterm-moved") as say:
         end_by_sigterm(story, say)
 
 
-STORIES = {"no-gpu": tell_without_gpu, "faults": tell_faults, "ranks": tell_ranks}
+STORIES = {
+    "searchers": tell_searchers,
+    "windows": tell_windows,
+    "nodes": tell_nodes,
+    "drivers": tell_drivers,
+    "hangs": tell_hangs,
+    "ranks": tell_ranks,
+    "no-gpu": tell_without_gpu,
+}
 
 
 def is_alive(pid: int) -> bool:

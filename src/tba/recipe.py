@@ -111,8 +111,8 @@ class ClusterSettings:
     # recipe imports; None: nothing is copied
     start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer, and for the first searcher,
     # and to start a part; other searchers wait for room as long as it takes
-    silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a searcher without a
-    # heartbeat, before it is killed and restarted
+    silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a part without a
+    # heartbeat, before it is killed and restarted; a trainer has five times a step and a checkpoint, if that is more
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -289,19 +289,19 @@ class Driver(ABC):
         """Let the searchers end beside the trainer when a signal ends the run; say so if SIGKILL may come first."""
         for worker in searchers:
             worker.ask_to_stop()
-        seconds = self._seconds_to_checkpoint()
-        if stop.number == signal.SIGTERM and seconds > GRACE_SECONDS / 2:
+        seconds = self.seconds_to_checkpoint()
+        if stop.number == signal.SIGTERM and seconds is not None and seconds > GRACE_SECONDS / 2:
             self._note = (
                 f"a checkpoint takes about {seconds:.0f} s, and Kubernetes sends SIGKILL {GRACE_SECONDS:.0f} s after "
                 f"SIGTERM, `ray job stop` after 3 s: set terminationGracePeriodSeconds and RAY_JOB_STOP_WAIT_TIME_S to "
                 f"{3 * seconds:.0f}, or a smaller --run.checkpoint-every"
             )
 
-    def _seconds_to_checkpoint(self) -> float:
-        """Returns about how long the trainer takes for the rest of its step and a checkpoint like the last one."""
+    def seconds_to_checkpoint(self) -> float | None:
+        """Returns about how long the trainer takes for a step and a checkpoint like the last one; None before that."""
         checkpoint = newest_checkpoint(self.run.checkpoints)
         if checkpoint is None:
-            return self._step_seconds()
+            return None
         files = sorted((f.stat().st_mtime, f.stat().st_size) for f in checkpoint.path.rglob("*") if f.is_file())
         later_bytes = sum(size for _, size in files[1:])  # how long the first file took is not known
         seconds = (files[-1][0] - files[0][0]) * (1 + files[0][1] / max(1, later_bytes))

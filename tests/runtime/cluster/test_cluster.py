@@ -30,6 +30,7 @@ from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.elastic import FIRST_NUMBER
 from tba.runtime.reporting import summarise
+from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
@@ -45,7 +46,7 @@ SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
 @contextmanager
-def two_nodes(driver_cpus: int, other_cpus: int) -> Iterator[tuple[Any, Any]]:
+def two_nodes(driver_cpus: int, other_cpus: int, **other: Any) -> Iterator[tuple[Any, Any]]:
     """A cluster of two nodes with so many cores, and the second; its files are nowhere but in a folder of its own."""
     from ray.cluster_utils import Cluster as Nodes
 
@@ -58,7 +59,7 @@ def two_nodes(driver_cpus: int, other_cpus: int) -> Iterator[tuple[Any, Any]]:
         patch.setenv("RAY_worker_niceness", "0")
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": driver_cpus, "include_dashboard": False})
         try:
-            yield nodes, nodes.add_node(num_cpus=other_cpus)
+            yield nodes, nodes.add_node(num_cpus=other_cpus, **other)
         finally:
             nodes.shutdown()
             shutil.rmtree(home, ignore_errors=True)
@@ -323,28 +324,47 @@ def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkey
 
 
 @takes_minutes
-def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> None:
-    """Beside the trainer there is room for one searcher; the other one's node dies."""
+def test_a_run_goes_on_without_a_searcher_whose_node_is_gone_until_there_is_another_node(tmp_path: Path) -> None:
+    """Beside the trainer there is room for one searcher; the other one's node dies, and another one comes."""
     path = tmp_path / "run"
     with two_nodes(2, 1) as (nodes, second):
         options = ("--runtime", "cluster", "--address", nodes.address, "--searchers", "2", "--steps", "999999")
-        driver = train(path, *options, "--evaluation.problems", "1", "--cluster.start-deadline", "20")
+        driver = train(path, *options, "--evaluation.problems", "1")
         try:
             until(lambda: {"searcher-0", "searcher-1"} <= set(makers(path)), SECONDS, "something of both")
             nodes.remove_node(second)
-            until(lambda: count_faults(path)["searchers_given_up"], SECONDS, "one to be given up")
-            done = steps_of(path)
+            until(lambda: count_faults(path)["searchers_waiting"], SECONDS, "one to be missed")
+            done, rows = steps_of(path), makers(path)["searcher-1"]
             until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
-            driver.send_signal(signal.SIGINT)
+            nodes.add_node(num_cpus=1)
+            until(lambda: makers(path)["searcher-1"] > rows, SECONDS, "something of the one that is back")
+            driver.send_signal(signal.SIGTERM)
             output, errors = driver.communicate(timeout=SECONDS)
-            assert (driver.returncode, errors) == (130, ""), output
+            assert (driver.returncode, errors) == (143, ""), output
         finally:
             driver.kill()
             driver.communicate(timeout=SECONDS)
     summary = Summary.read(path)
     assert summary is not None
-    assert (summary.faults["searcher_restarts"], summary.faults["searchers_given_up"]) == (1, 1)
+    assert (summary.faults["searcher_restarts"], summary.faults["searchers_waiting"]) == (1, 1)
     assert summary.trajectories.closes()
+    checkpoint = newest_checkpoint(path / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.version.step == summary.steps
+
+
+@takes_minutes
+def test_a_command_on_a_head_that_cannot_hold_the_trainer_runs_on_the_node_that_can(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with two_nodes(0, 3, num_gpus=1, node_ip_address="127.0.0.2") as (nodes, _):
+        gpus = ("--cluster.trainer-gpus", "1", "--cluster.searcher-gpus", "0")
+        driver = train(path, "--runtime", "cluster", "--address", nodes.address, *gpus, "--steps", "40")
+        output, errors = driver.communicate(timeout=2 * SECONDS)
+    assert (driver.returncode, errors) == (0, ""), output
+    assert output.startswith("this node cannot hold the trainer (1 CPU and 1 GPU)")
+    assert "What to try next" in output
+    assert {place["node"] for place in places(path)} == {"127.0.0.2"}
+    assert steps_of(path) == 40
 
 
 def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_then_one_that_lost_touch() -> None:

@@ -16,6 +16,7 @@ searcher.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -53,6 +54,7 @@ from tba.training.ranks.messages import name_of_rank
 from tba.types import Json
 
 _UNNOTICED_SECONDS = 10.0  # for which a restarted searcher may be without room before that is recorded
+_WORK_FACTOR = 5.0  # so many times the time of a step and a checkpoint a trainer may be silent
 _PING_SECONDS = 5.0  # between two checks whether the gateway answers
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray gives each node
 _remote: Any = ray.remote  # Ray's own types leave out some of its options
@@ -172,10 +174,7 @@ class Cluster(Driver):
         except ray.exceptions.RayError as error:
             raise PartFailed(f"the gateway on the trainer's machine did not start: {error}") from error
         if niceness > 0:
-            self._note = (
-                f"Ray runs its workers at niceness {niceness} here, so that other programs go first: start it with "
-                "RAY_worker_niceness=0"
-            )
+            self._note = f"Ray runs its workers at niceness {niceness} here (RAY_worker_niceness=0 for ray start)"
 
     def start(self, name: str) -> Worker:
         """Start a worker as an actor on the node that it was given; a trainer of several ranks is several actors."""
@@ -267,12 +266,16 @@ class Cluster(Driver):
         self._exchange.journal.remote(searcher, "resume")
 
     def silence_limit(self, worker: Worker) -> tuple[float, str]:
-        """Returns the seconds without a heartbeat after which a worker is killed, and the setting that gives them: few
-        for a searcher, which costs little; a step or a checkpoint of the trainer may take longer.
+        """Returns the seconds without a heartbeat after which a worker is killed, and the setting that gives them. A
+        trainer has several times what a step and a checkpoint take, if that is more.
         """
         limit, quick_limit = super().silence_limit(worker), self.recipe.cluster.silence_deadline
-        is_quick = worker.name != "trainer" and worker.has_heartbeat and quick_limit < limit[0]
-        return (quick_limit, "--cluster.silence-deadline") if is_quick else limit
+        if not worker.has_heartbeat or worker.silence() <= quick_limit:
+            return limit
+        if worker.name == "trainer":
+            work_seconds = self.seconds_to_checkpoint()
+            quick_limit = math.inf if work_seconds is None else max(quick_limit, _WORK_FACTOR * work_seconds)
+        return min((quick_limit, "--cluster.silence-deadline"), limit)
 
 
 def _here() -> NodeAffinitySchedulingStrategy:

@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -52,14 +53,21 @@ def run_on_trainers_node(recipe: Recipe, words: Sequence[str], show: Callable[[s
         if all(totals[here].get(kind, 0.0) >= amount for kind, amount in request.items()):
             return None
         limit = recipe.cluster.start_deadline
+        show(
+            f"this node cannot hold the trainer ({request_text(request)}): looking for one that can "
+            f"(--cluster.start-deadline {limit:g})\n"
+        )
         key, host = _find_room(request, limit)
-        show(f"this node cannot hold the trainer ({request_text(request)}): the run is on {host}, with its folder\n")
+        show(f"the run is on {host}, with its folder\n")
         strategy = NodeAffinitySchedulingStrategy(key, soft=False)
         actor_class: Any = _remote(concurrency_groups={"ask": 1})(CommandActor)
         actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
         purpose = f"Ray to start the command on {host} (--cluster.start-deadline)"
-        get(actor.start.remote(list(words), str(Path.cwd()), address, host), limit, purpose)
         try:
+            variables = {RAY_ADDRESS: address, NODE_ADDRESS: host}
+            if (job := os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR)) is not None:
+                variables[RAY_JOB_CONFIG_JSON_ENV_VAR] = job  # what a submitted job's workers have, such as its files
+            get(actor.start.remote(list(words), str(Path.cwd()), variables), limit, purpose)
             return _relay(actor, actor.output.remote(), show)
         except ray.exceptions.RayActorError as error:
             raise PartFailed(f"the node {host}, where the run is, is lost: `tba resume` there continues it") from error
@@ -109,7 +117,7 @@ def _relay(actor: Any, output: Any, show: Callable[[str], None]) -> int:
 class CommandActor:
     """A command on the node where the trainer will be."""
 
-    def start(self, words: list[str], folder: str, address: str, host: str) -> None:
+    def start(self, words: list[str], folder: str, variables: dict[str, str]) -> None:
         """Start the command in the folder where it was given, or in that of the job if the node does not have it."""
         self._process = subprocess.Popen(  # noqa: S603 - our own program
             [sys.executable, "-m", __name__, *words],
@@ -118,7 +126,7 @@ class CommandActor:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder if Path(folder).is_dir() else None,
-            env={**os.environ, RAY_ADDRESS: address, NODE_ADDRESS: host},
+            env={**os.environ, **variables},
         )
 
     def output(self) -> Iterator[str | int]:
