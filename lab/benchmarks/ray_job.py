@@ -19,6 +19,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,11 @@ def until(condition: Callable[[], object], purpose: str) -> None:
         if time.monotonic() > limit:
             raise TimeoutError(f"waited {DEADLINE:g} s for {purpose}")
         time.sleep(POLL)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def ray(*words: str) -> str:
@@ -133,7 +139,7 @@ def main() -> int:
     log = (home / "ray.log").open("wb")
     nodes = [subprocess.Popen([program, "start", *head, *common], stdout=log, stderr=log)]
     try:
-        until(lambda: "Ray runtime started" in (home / "ray.log").read_text() or nodes[0].poll() is not None, "Ray")
+        until(lambda: is_listening(DASHBOARD) or nodes[0].poll() is not None, "Ray and its dashboard")
         worker = ["--address", f"127.0.0.1:{GCS}", "--node-ip-address=127.0.0.2", "--num-cpus=2"]
         nodes.append(subprocess.Popen([program, "start", *worker, *common], stdout=log, stderr=log))
         with options.out.open("w", newline="") as file:

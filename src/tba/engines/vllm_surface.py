@@ -127,7 +127,7 @@ def require_vllm() -> None:
             "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
         )
     release = _release(installed_version())
-    if release is not None and release < _release(TESTED_RELEASES[0]):
+    if release and release < _release(TESTED_RELEASES[0]):
         raise UserError(
             f"vllm {installed_version()} is installed, but this engine needs {TESTED_RELEASES[0]} or newer: "
             "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
@@ -163,10 +163,9 @@ def installed_version() -> str:
     return "of unknown version"
 
 
-def _release(text: str) -> tuple[int, int] | None:
-    """Returns the first two numbers of a version; None: it has no such numbers."""
-    numbers = re.match(r"(\d+)\.(\d+)", text)
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
+def _release(text: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version; nothing where it has none."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def parse_arguments(words: Sequence[str], types: Mapping[str, Any], reserved: Mapping[str, Any]) -> dict[str, Any]:

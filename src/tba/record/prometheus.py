@@ -138,9 +138,9 @@ class RunCollector:
         text = "of the newest step, as in metrics.jsonl"
         for name, value in gauges.items():
             yield self._family(GaugeMetricFamily, name, text, {(): value})
-        figures = {(e.metric,): e.value for e in evaluations}
+        figures: dict[tuple[str, ...], float] = {(e.metric,): e.value for e in evaluations}
         yield self._family(GaugeMetricFamily, "evaluation", "newest held-out figures", figures, "metric")
-        faults = {(kind,): count for kind, count in count_faults(self._run).items()}
+        faults: dict[tuple[str, ...], float] = {(kind,): count for kind, count in count_faults(self._run).items()}
         yield self._family(CounterMetricFamily, "faults", "faults that the run survived", faults, "kind")
 
     def _family(self, kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
