@@ -82,7 +82,7 @@ def test_the_slurm_script_is_bash_and_its_signal_reaches_it_alone() -> None:
     (example,) = re.findall(r"^# +sbatch slurm\.sbatch (.*)$", text, flags=re.MULTILINE)
     recipe_name, *words = example.split()
     recipe = override(find(recipe_name), words, "tba train")
-    nodes, gpus = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))  # type: ignore[index] - it is there
+    nodes, gpus = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))  # type: ignore[index]
     assert nodes * gpus == recipe.trainer.count + recipe.searcher_count
 
 

@@ -19,15 +19,15 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from faults import rows_of
 
 from tba.record.metrics import read_metrics
@@ -48,9 +48,11 @@ def until(condition: Callable[[], object], purpose: str) -> None:
         time.sleep(POLL)
 
 
-def is_listening(port: int) -> bool:
-    with socket.socket() as connection:
-        return connection.connect_ex(("127.0.0.1", port)) == 0
+def takes_jobs() -> bool:
+    with suppress(RuntimeError):
+        ray("job", "list", "--address", f"http://127.0.0.1:{DASHBOARD}")
+        return True
+    return False
 
 
 def ray(*words: str) -> str:
@@ -67,7 +69,9 @@ class Story:
     def __init__(self, home: Path) -> None:
         manifest = yaml.safe_load(MANIFEST.read_text())["spec"]
         self.run = home / "runs" / "toy"
-        text = manifest["entrypoint"].replace("/runs/gsm8k", str(self.run)).replace("/runs", str(self.run.parent))
+        text = (
+            manifest["entrypoint"].replace("/runs", str(self.run.parent)).replace("runs/gsm8k", f"runs/{self.run.name}")
+        )
         text = text.replace("train gsm8k", f"train {TOY}").replace("--run-name gsm8k", f"--run-name {self.run.name}")
         text = text.replace("--cluster.trainer-gpus 1", "--cluster.trainer-cpus 1").replace(
             "--searchers 31", "--searchers 1"
@@ -139,7 +143,7 @@ def main() -> int:
     log = (home / "ray.log").open("wb")
     nodes = [subprocess.Popen([program, "start", *head, *common], stdout=log, stderr=log)]
     try:
-        until(lambda: is_listening(DASHBOARD) or nodes[0].poll() is not None, "Ray and its dashboard")
+        until(lambda: takes_jobs() or nodes[0].poll() is not None, "Ray and its dashboard")
         worker = ["--address", f"127.0.0.1:{GCS}", "--node-ip-address=127.0.0.2", "--num-cpus=2"]
         nodes.append(subprocess.Popen([program, "start", *worker, *common], stdout=log, stderr=log))
         with options.out.open("w", newline="") as file:
