@@ -1,7 +1,7 @@
 """`examples/cluster/slurm.sbatch` under Slurm: two Slurm nodes on this machine, each with a Ray node of the toy's run.
 
     apt-get install slurm-wlm munge; service munge start       as root
-    python lab/benchmarks/slurm_job.py [--minutes 9] [--out lab/results/slurm_job.csv]
+    python lab/benchmarks/slurm_job.py [--minutes 20] [--out lab/results/slurm_job.csv]
 
 The job has a time limit of so many minutes, and Slurm sends SIGTERM 300 s before it, as the script asks. The run ends
 with a checkpoint, the job is requeued, and continues the run; once it has made steps, `scancel` ends it by SIGINT. A
@@ -116,7 +116,7 @@ def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> Non
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=int, default=9)
+    parser.add_argument("--minutes", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("lab/results/slurm_job.csv"))
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="slurm"))
