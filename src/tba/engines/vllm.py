@@ -1,31 +1,22 @@
-"""Sampling by vLLM, in this process, through its public interface alone.
+"""Sampling by vLLM, in this process, through what `engines/vllm_surface.py` lists of it.
 
 Invariants: a completion's log-probabilities are of the weights that sampled each of its tokens, after temperature and
 top-p, renormalised. Weights are replaced between two steps: what grows then keeps keys and values of the older ones, as
 in the transformers engine, and its version is a span. Nothing that begins later finds these in the prefix cache: each
 request is salted with how often weights had been replaced.
-
-vLLM is imported when an engine is made: it takes seconds, and only this engine needs it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import os
 import re
 import shutil
 import sys
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from tba.engines.rules import LengthLimits, match_weights
 from tba.engines.stopping import StopStrings, find_stops
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
+from tba.engines.vllm_surface import REFUSALS, VllmRequests, require_vllm
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.policy.loading import load_model, read_config, refuse_other_files
@@ -44,17 +36,8 @@ from tba.protocols import EndsWaits, LimitsTurns, Partner, Tokenizer, Turn, Turn
 from tba.streaming import TensorStream, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
-SUPPORTED_VERSIONS = ("0.32",)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _SPARE_BYTES = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
-# what vLLM raises where it cannot serve a model
-REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError, OSError, ImportError)
-_ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are passed directly, not pickled
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several searchers would bind to the same cores
-}
 
 
 @dataclass(frozen=True)
@@ -65,13 +48,38 @@ class VllmSettings:
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine, or as few as hold it if 1 does not;
     # the reference stays on the first
     cache_gb: float | None = None  # key-value cache of each GPU, 10^9 bytes; None: what the slots need, or is left
+    gpu_memory_utilization: float | None = None  # share of each GPU that vllm fills with weights and cache, in place of
+    # cache_gb; the reference needs room beside it; None: cache_gb decides
+    max_model_len: int | None = None  # tokens of a prompt and its answer; None: what prompts and answers may have
+    quantization: str = ""  # of the engine's weights, as vllm names it, such as fp8; empty: none. Answers are then of
+    # rounded weights, and log-probabilities of these
+    kv_cache_dtype: str = "auto"  # of keys and values, as vllm names it, such as fp8; auto: the model's
+    prefix_caching: bool = True  # keep keys and values of prompts for the next requests that begin alike
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
+    arguments: tuple[str, ...] = ()  # others of vllm's engine arguments, each name=value, such as block_size=32
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise UserError(f"vllm's tensor_parallel is {self.tensor_parallel}, but it must be at least 1")
         if self.cache_gb is not None and not self.cache_gb > 0:
             raise UserError(f"vllm's cache_gb is {self.cache_gb}, give a number above 0")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UserError(f"vllm's max_model_len is {self.max_model_len}, but it must be at least 2")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share < 1:
+            raise UserError(f"vllm's gpu_memory_utilization is {share}, give a share between 0 and 1")
+        if share is not None and self.cache_gb is not None:
+            raise UserError("vllm's cache_gb and gpu_memory_utilization both size its cache: give one of them")
+
+    @property
+    def has_rounding(self) -> bool:
+        """Returns whether the engine rounds weights, keys or values further than the trainer's policy."""
+        return bool(self.quantization) or self.kv_cache_dtype not in ("auto", "bfloat16", "float16")
+
+    @property
+    def needs_self_test(self) -> bool:
+        """Returns whether these settings make an engine of vLLM's that no test has run."""
+        return self.has_rounding or bool(self.arguments)
 
 
 class VllmEngine:
@@ -97,9 +105,9 @@ class VllmEngine:
         model's configuration; adapter_model: the same model with adapters, of which only adapters are loaded; vLLM
         gets them merged.
 
-        Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
+        Raises `UserError` when vLLM is missing, too old, for another device or cannot serve the model.
         """
-        vllm = _import_vllm(device)
+        require_vllm()
         self.settings, self.vllm_settings, self._adapter_model = settings, vllm_settings, adapter_model
         config = read_config(path)
         with torch.device("meta"):
@@ -111,39 +119,43 @@ class VllmEngine:
                 "on a CPU vllm cannot share a model with tied embeddings: set --model.vllm.tensor-parallel 1"
             )
         self._vllm_names = _vllm_names(self._shapes, is_untied)
-        positions = most_positions(config)
+        positions = min(most_positions(config) or sys.maxsize, vllm_settings.max_model_len or sys.maxsize)
         embeddings = len(self._shapes.get_input_embeddings().weight)
         self.limits = LengthLimits(settings.max_completion_tokens, longest_prompt, positions, embeddings)
         self._eos_ids, self._stops = find_stops(settings.stop_strings, tokenizer, config, _generation_config(path))
-        longest_sequence = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
+        longest_sequence = min(longest_prompt + settings.max_completion_tokens, positions)
         reads_whole_prompts = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
         cache_size = cache_bytes(config)
-        arguments = vllm.EngineArgs(
-            model=path,
-            tokenizer=path,
-            skip_tokenizer_init=not self._stops.strings,  # only stop strings need one
-            dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=vllm_settings.tensor_parallel,
-            max_model_len=longest_sequence,
-            max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, longest_sequence if reads_whole_prompts else 0),
-            enable_chunked_prefill=not reads_whole_prompts,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # the sampling settings are ours
-            kv_cache_memory_bytes=cache_size,
-            gpu_memory_utilization=0.01,  # has no effect beside these bytes, but so much has to be free at the start
-            enforce_eager=device.type == "cpu" or not vllm_settings.graphs,
-            async_scheduling=False,  # otherwise a token would be attributed to the next weights
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            load_format="dummy" if is_untied else "safetensors",
-            hf_overrides={"tie_word_embeddings": False} if is_untied else {},
-        )
+        arguments = {
+            "model": path,
+            "tokenizer": path,
+            "skip_tokenizer_init": not self._stops.strings,  # only stop strings need one
+            "dtype": str(dtype).removeprefix("torch."),
+            "tensor_parallel_size": vllm_settings.tensor_parallel,
+            "max_model_len": longest_sequence,
+            "max_num_seqs": settings.slots,
+            "enable_chunked_prefill": not reads_whole_prompts,
+            "enable_prefix_caching": vllm_settings.prefix_caching,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",  # the sampling settings are ours
+            "quantization": vllm_settings.quantization or None,
+            "kv_cache_dtype": vllm_settings.kv_cache_dtype,
+            "enforce_eager": device.type == "cpu" or not vllm_settings.graphs,
+            "async_scheduling": False,  # otherwise a token would be attributed to the next weights
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "load_format": "dummy" if is_untied else "safetensors",
+            "hf_overrides": {"tie_word_embeddings": False} if is_untied else {},
+        }
+        batched_tokens = max(PREFILL_TOKENS, settings.slots, longest_sequence if reads_whole_prompts else 0)
+        defaults = {"max_num_batched_tokens": batched_tokens}
+        if vllm_settings.gpu_memory_utilization is None:
+            # the share has no effect beside these bytes, but so much has to be free at the start
+            arguments |= {"kv_cache_memory_bytes": cache_size, "gpu_memory_utilization": 0.01}
+        else:
+            arguments |= {"gpu_memory_utilization": vllm_settings.gpu_memory_utilization}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
-                self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
+            self._requests = VllmRequests(device, arguments, defaults, vllm_settings.arguments)
         except REFUSALS as error:
             raise refusal(path, cache_size, error) from error
         self._request_numbers, self._load_count = count(), 0
@@ -181,78 +193,67 @@ class VllmEngine:
         )
         self._load_count += 1
         if self.vllm_settings.tensor_parallel == 1:
-            self._reload({"weights_iterator": iter(stream.items())})
+            self._requests.reload_weights(weights_iterator=iter(stream.items()))
         else:  # its workers are other processes, and nothing is to be pickled: through a file
             size = bytes_of(target_shapes)
             with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=folder_with_room(size)) as folder:
                 write_tensors(Path(folder) / "model.safetensors", stream)
-                self._reload({"weights_path": folder})
-
-    def _reload(self, arguments: dict[str, object]) -> None:
-        with torch.no_grad():
-            self._llm.collective_rpc("reload_weights", kwargs=arguments)
+                self._requests.reload_weights(weights_path=folder)
 
     def flow(
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
     ) -> VllmFlow:
         """Returns an empty flow of `count` completions of each prompt; the one before is given up."""
-        self._llm.abort_request(list(self._growing_answers))
+        self._requests.abort(list(self._growing_answers))
         self._growing_answers.clear()
         return VllmFlow(self, count, sampling, rng, partner)
 
     def begin_turn(self, answer: GrowingAnswer, sampling: Sampling, turn_limits: TurnLimits) -> None:
         """Begin the next turn of an answer, behind all its tokens so far."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         turn_start = answer.turn_start = len(answer.tokens)
         room = self.limits.longest_completion(answer.prompt) - turn_start
         max_tokens = min(room, turn_limits.max_tokens or room)
         answer.stops = self._stops.with_strings(turn_limits.stop_strings)
         answer.turn_version = self._version
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=None if sampling.temperature == 0 else answer.seed + answer.turns,
-            stop=list(self._stops.strings),
-            detokenize=bool(self._stops.strings),
-            ignore_eos=True,  # all tokens that end a completion are listed:
-            stop_token_ids=sorted(self._eos_ids),
-            max_tokens=max_tokens,
-            min_tokens=min(max_tokens, max(0, self.settings.min_completion_tokens - turn_start)),
-            logprobs=0,  # of the token that was sampled
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": None if sampling.temperature == 0 else answer.seed + answer.turns,
+            "stop": list(self._stops.strings),
+            "detokenize": bool(self._stops.strings),
+            "ignore_eos": True,  # all tokens that end a completion are listed:
+            "stop_token_ids": sorted(self._eos_ids),
+            "max_tokens": max_tokens,
+            "min_tokens": min(max_tokens, max(0, self.settings.min_completion_tokens - turn_start)),
+        }
         if answer.turns == 0:
             answer.first_version = self._version
         answer.turns += 1
         name = str(next(self._request_numbers))
         tokens = [*answer.prompt.tokens.tolist(), *answer.tokens]
-        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._load_count)}
-        self._llm.add_request(name, prompt, parameters)
+        self._requests.begin(name, tokens, str(self._load_count), parameters)
         self._growing_answers[name] = answer
 
     def grow(self) -> list[GrowingAnswer]:
         """Compute a step, which gives most growing answers a token; returns the answers whose turn ends by it."""
         ended_answers: list[GrowingAnswer] = []
-        for output in self._llm.step():
-            answer, (part,) = self._growing_answers[output.request_id], output.outputs
-            answer.tokens.extend(part.token_ids)
-            answer.log_behavior.extend(part.logprobs.logprobs)
+        for output in self._requests.step():
+            answer = self._growing_answers[output.name]
+            answer.tokens.extend(output.tokens)
+            answer.log_behavior.extend(output.log_behavior)
             answer.last_version = self._version
-            if part.finish_reason not in (None, "stop", "length"):
-                raise TbaError(f"vllm ended an answer for a reason of its own: {part.finish_reason}")
-            is_over = part.finish_reason is not None
-            if not is_over and self._has_turn_stop(answer, len(part.token_ids)):
-                self._llm.abort_request([output.request_id])
+            if output.finish_reason not in (None, "stop", "length"):
+                raise TbaError(f"vllm ended an answer for a reason of its own: {output.finish_reason}")
+            is_over = output.finish_reason is not None
+            if not is_over and self._has_turn_stop(answer, len(output.tokens)):
+                self._requests.abort([output.name])
                 is_over = True
             if is_over:
-                del self._growing_answers[output.request_id]
-                self._end(answer, isinstance(part.stop_reason, str))
+                del self._growing_answers[output.name]
+                self._end(answer, output.has_stop_string)
                 ended_answers.append(answer)
         return ended_answers
 
@@ -266,7 +267,7 @@ class VllmEngine:
     def interrupt(self, requests: Container[int]) -> list[GrowingAnswer]:
         """Stop the growing answers of these requests; returns them, cut where they are."""
         answers = {name: answer for name, answer in self._growing_answers.items() if answer.request in requests}
-        self._llm.abort_request(list(answers))
+        self._requests.abort(list(answers))
         for name, answer in answers.items():
             del self._growing_answers[name]
             self._end(answer, has_stop_string=False)
@@ -504,46 +505,6 @@ def refusal(path: str, cache_size: int, error: Exception) -> UserError:
     return UserError(
         f"vllm cannot serve the model at {path}{size} ({reason}): {remedy}, or --model.generation.engine transformers"
     )
-
-
-def require_vllm() -> None:
-    """Raises `UserError` when vLLM is not installed, or in another version than this engine was written for."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
-            "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
-        )
-    installed_version, supported_versions = _installed_version(), " and ".join(SUPPORTED_VERSIONS)
-    if ".".join(installed_version.split(".")[:2]) not in SUPPORTED_VERSIONS:
-        raise UserError(
-            f"vllm {installed_version} is installed, but this engine was written for {supported_versions}: "
-            "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
-        )
-
-
-def _import_vllm(device: torch.device) -> Any:
-    """Imports vLLM. Raises `UserError` when it is missing, of another version, or built for another device."""
-    require_vllm()
-    os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it logs while it is imported
-    import vllm
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type != device.type:
-        raise UserError(
-            f"this vllm is built for {current_platform.device_type or 'no device'}, but the model is to be on "
-            f"{device.type}: set --model.device, or install another build of vllm"
-        )
-    return vllm
-
-
-def _installed_version() -> str:
-    """Returns the version of vLLM, under either of its names: the CPU build is a distribution of its own."""
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return "of unknown version"
 
 
 def _vllm_names(model: PreTrainedModel, is_untied: bool) -> dict[int, list[str]]:

@@ -24,7 +24,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from tba.chat_prompts import with_arguments, with_day
 from tba.engines.transformers import EngineSettings, TransformersEngine
-from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
+from tba.engines.vllm import VllmEngine, VllmSettings
+from tba.engines.vllm_surface import REFUSALS, TESTED_RELEASES, installed_version, untested_version
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
 from tba.gpus import GPU_SHARE, visible_gpus
@@ -280,7 +281,7 @@ class HuggingFace:
         as large as what the test needs.
         """
         if self.generation.engine == "vllm":
-            return self._vllm(version, longest_prompt)
+            return self._chosen_vllm(version, longest_prompt)
         if self.generation.engine == "auto":
             vllm_engine = self._vllm_obstacle or self._try_vllm(version, longest_prompt)
             if not isinstance(vllm_engine, str):
@@ -326,8 +327,30 @@ class HuggingFace:
                 f"{free_bytes / 1e9:.1f} GB are free: serve where there is more memory, or call the policy alone"
             )
 
+    def _chosen_vllm(self, version: Version, longest_prompt: int) -> VllmEngine:
+        """Returns vLLM. Raises `UserError` where it fails the self-test: one is made of what tests do not run, releases
+        and arguments of vLLM.
+        """
+        if not (untested_version() or self.vllm.needs_self_test):
+            return self._vllm(version, longest_prompt)
+        engine = self._try_vllm(version, longest_prompt)
+        if isinstance(engine, str):
+            raise UserError(
+                f"vllm {installed_version()} with these settings is not run by tests, and not taken ({engine}): pip "
+                f"install 'vllm=={TESTED_RELEASES[-1]}.*', change --model.vllm, or choose --model.generation.engine "
+                "transformers"
+            )
+        log.info("vllm %s has passed its self-test", installed_version())
+        return engine
+
     def _vllm(self, version: Version, longest_prompt: int) -> VllmEngine:
         """Returns vLLM with its own copy of the weights; with adapters it is given merged weights of a base here."""
+        share, limit = self.vllm.gpu_memory_utilization, float(os.environ.get(GPU_SHARE, 1))
+        if self._device.type == "cuda" and share is not None and share > limit:
+            raise UserError(
+                f"--model.vllm.gpu-memory-utilization is {share:g}, but this searcher has {limit:.2g} of its GPU, "
+                "which it shares with others: give less, or leave it out"
+            )
         base = self._base() if self.lora.rank else None
         settings = (self.generation, self.vllm, self._device, self.compute)
         with no_bars():
@@ -349,7 +372,7 @@ class HuggingFace:
             engine = self._vllm(version, longest_prompt)
             base = _ENGINE_MODELS.get(repr(self)) if self.lora.rank else None
             probe = self._base() if base is None else copy_on_same_base(base)
-            mismatch = find_mismatch(engine, probe, longest_prompt)
+            mismatch = find_mismatch(engine, probe, longest_prompt, self.vllm.has_rounding)
         except (TbaError, *REFUSALS) as error:  # those of vLLM in the middle of the test, such as no memory for it
             mismatch = " ".join(str(error).split()) or type(error).__name__
         base = probe = None
@@ -361,7 +384,9 @@ class HuggingFace:
 
     def _searcher_workload(self, longest_prompt: int, positions: int) -> SearcherWorkload:
         """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
-        parked_gb = self.generation.parked_gb
+        parked_gb, limit = self.generation.parked_gb, self.vllm.max_model_len
+        if self.generation.engine == "vllm" and limit is not None:
+            positions = min(positions, limit)
         return SearcherWorkload(
             precision=self.precision,
             slots=self.generation.slots,

@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 
 # of the mean |difference| of a token: float32 sums in another order; in 16 bits engine and trainer differ by 0.01
 TOLERANCE = {4: 1e-3, 2: 0.03}
+_ROUNDED_TOLERANCE = 0.2  # of an engine that rounds weights, keys or values further than the policy
 _MIN_SHIFT = 4.0  # times that tolerance an update has to move log-probabilities: otherwise it would show nothing
 _PROMPTS, _ANSWERS, _MAX_PROMPT_TOKENS = 4, 4, 32  # of the self-test; answers are to each prompt
 _TOKENS = 32  # of an answer, about
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def find_mismatch(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longest_prompt: int) -> str | None:
+def find_mismatch(
+    engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longest_prompt: int, has_rounding: bool = False
+) -> str | None:
     """Returns why the engine's log-probabilities are not those of `model`, in a sentence; None: they are.
 
     model: the engine's own weights; with adapters, which are updated alone. It is the test's own, on the device and in
-    the precision of the engine. Afterwards the engine has the weights that it had.
+    the precision of the engine. Afterwards the engine has the weights that it had. has_rounding: the engine rounds
+    weights, keys or values further, such as to 8 bits.
     """
     policy, version = FrozenReference(model, engine.version), engine.version
     weights = {name: t for name, t in untied_weights(model).items() if is_adapter(name) or not has_adapters(model)}
     masks = {name: _mask(tensor) for name, tensor in weights.items()}
-    tolerance = TOLERANCE[next(iter(weights.values())).element_size()]
+    tolerance = _ROUNDED_TOLERANCE if has_rounding else TOLERANCE[next(iter(weights.values())).element_size()]
     prompts = _prompts(int(model.config.get_text_config().vocab_size), longest_prompt)
     min_tokens = engine.settings.min_completion_tokens  # until then the engine forbids the end of text
 

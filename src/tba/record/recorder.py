@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.record.jsonl import JsonLines, read_lines
 from tba.record.metrics import MetricsWriter
+from tba.record.prometheus import PrometheusSettings
 from tba.types import Evaluation, Json, Trajectory, Version
 
 SAMPLES = "samples.jsonl"
@@ -43,6 +44,7 @@ class RecordSettings:
     tensorboard: bool | None = None  # TensorBoard events in tensorboard/; None: where TensorBoard is installed
     wandb: str | None = None  # W&B project to send the metrics and a table of the samples to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
+    prometheus: PrometheusSettings = field(default_factory=PrometheusSettings)
 
     def __post_init__(self) -> None:
         for name in ("samples_every", "samples_per_batch"):

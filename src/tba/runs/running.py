@@ -91,7 +91,7 @@ def carry_out(
 def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
     """Carries out a run whose folder is locked; returns its summary and the exit code."""
     progress, callbacks = RunProgress(recipe, run), callbacks or Callbacks()
-    with view.live(recipe.name) as live_view:
+    with recipe.record.prometheus.serve(run.path, view.say), view.live(recipe.name) as live_view:
 
         def report(phase: str, note: str) -> None:
             callbacks.notify(run.path)

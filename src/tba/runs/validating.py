@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from tba.engines.vllm import require_vllm
+from tba.engines.vllm_surface import require_vllm, untested_warning
 from tba.errors import UserError
 from tba.gpus import visible_gpus
 from tba.objectives.grpo import Grpo
@@ -38,10 +38,13 @@ def validate(recipe: Recipe) -> list[str]:
             "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
         )
     recipe.record.has_tensorboard()
+    recipe.record.prometheus.validate()
     if recipe.runtime == "cluster":
         require_ray()
     elif isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm":
         require_vllm()
+        if warning := untested_warning():
+            warnings.append(warning)
     if recipe.runtime == "processes":
         places_on(recipe, Machine.here())
     if not recipe.exploration.full_support:

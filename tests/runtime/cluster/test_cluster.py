@@ -118,6 +118,32 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
+WORKING = """
+import sys, ray
+from pathlib import Path
+from tba.runtime.cluster.client import connect_to_ray
+
+with connect_to_ray(sys.argv[1], working_dir=Path(sys.argv[2])):
+    @ray.remote(num_cpus=0)
+    def value():
+        import module_of_a_recipe
+        return module_of_a_recipe.VALUE, str(Path(module_of_a_recipe.__file__).parent)
+
+    print(*ray.get(value.remote(), timeout=100))
+"""
+
+
+def test_workers_import_what_is_in_a_copy_of_the_working_dir(address: str, tmp_path: Path) -> None:
+    (tmp_path / "module_of_a_recipe.py").write_text("VALUE = 7\n")
+    words = [sys.executable, "-c", WORKING, address]
+    process = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True, timeout=SECONDS)
+    value, folder = process.stdout.split() or (process.stderr, "")
+    assert value == "7"
+    assert folder != str(tmp_path)
+    process = subprocess.run([*words, str(tmp_path / "none")], capture_output=True, text=True, timeout=SECONDS)
+    assert "none, which is no folder: give one that the workers need" in process.stderr
+
+
 @pytest.mark.parametrize(
     ("address", "reason"),
     [("127.0.0.1:1", r"nothing answers at [\d.]+:1"), ("127.0.0.1:99999999", ".*"), ("nowhere", ".*")],

@@ -95,18 +95,27 @@ _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen 
 
 
 @contextmanager
-def connect_to_ray(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
+def connect_to_ray(
+    address: str | None, object_store_gb: float | None = None, working_dir: Path | None = None
+) -> Iterator[list[Node]]:
     """Connect this process to the cluster at `address` (None: a cluster of its own), and yield the cluster's nodes.
 
-    A cluster of its own ends with this process, however that ends. Raises `UserError` when it cannot connect.
+    A cluster of its own ends with this process, however that ends. working_dir: a folder whose copy is the workers'
+    working directory, and first where they import from. Raises `UserError` when it cannot connect, and for a
+    `working_dir` that is no folder.
     """
+    if working_dir is not None and not working_dir.is_dir():
+        raise UserError(f"--cluster.working-dir is {working_dir}, which is no folder: give one that the workers need")
+    environment = {} if working_dir is None else {"runtime_env": {"working_dir": str(working_dir.resolve())}}
     with ExitStack() as closers:
         folder = None if address is not None else str(closers.enter_context(folder_for_ray()))
-        yield from _connect_to_ray(address, object_store_gb, folder)
+        yield from _connect_to_ray(address, object_store_gb, folder, environment)
 
 
-def _connect_to_ray(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+def _connect_to_ray(
+    address: str | None, object_store_gb: float | None, folder: str | None, environment: dict[str, Any]
+) -> Iterator[list[Node]]:
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE, **environment}
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     is_main_thread = threading.current_thread() is threading.main_thread()

@@ -106,7 +106,9 @@ class Cluster(Driver):
 
         Raises the error that a worker ended with.
         """
-        with connect_to_ray(address_of(self.recipe), self.recipe.cluster.object_store_gb) as cluster_nodes:
+        cluster = self.recipe.cluster
+        connection = connect_to_ray(address_of(self.recipe), cluster.object_store_gb, cluster.working_dir)
+        with connection as cluster_nodes:
             self._reserve(cluster_nodes)
             self._start_exchange()
             self._started_at = time.monotonic()

@@ -1,0 +1,168 @@
+"""The entry point of `examples/cluster/rayjob.yaml` by `ray job submit`, on two Ray nodes of this machine.
+
+    pip install -e '.[cluster]'        submitted jobs need Ray's extra `default`
+    python lab/benchmarks/ray_job.py [--out lab/results/ray_job.csv]
+
+The first node is as the head of the manifest: it has no cores for workers, so the command moves to the second. The
+recipe is the toy and not gsm8k, on two cores and not 32 GPUs; all else is the manifest's. The job is stopped (`ray job
+stop`), which sends SIGTERM, and submitted again, which continues the run. A row says what happened, at which step, how
+many rows the journal had before and how many of these it then lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+from faults import rows_of
+
+from tba.record.metrics import read_metrics
+from tba.training.checkpoint import newest_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST, TOY = ROOT / "examples" / "cluster" / "rayjob.yaml", ROOT / "tests" / "toy" / "recipe.py"
+DEADLINE, POLL = 600.0, 0.5  # seconds
+GCS, DASHBOARD = 6399, 8299  # ports on loopback
+
+
+def until(condition: Callable[[], object], purpose: str) -> None:
+    """Wait until a condition holds. Raises `TimeoutError` after ten minutes."""
+    limit = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"waited {DEADLINE:g} s for {purpose}")
+        time.sleep(POLL)
+
+
+def takes_jobs() -> bool:
+    with suppress(RuntimeError):
+        ray("job", "list", "--address", f"http://127.0.0.1:{DASHBOARD}")
+        return True
+    return False
+
+
+def ray(*words: str) -> str:
+    """Returns what a command of Ray prints."""
+    process = subprocess.run([str(Path(sys.executable).parent / "ray"), *words], capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"ray {' '.join(words)}: {process.stdout[-1500:]}{process.stderr[-1500:]}")
+    return process.stdout
+
+
+class Story:
+    """The run, and the jobs that make it."""
+
+    def __init__(self, home: Path) -> None:
+        manifest = yaml.safe_load(MANIFEST.read_text())["spec"]
+        self.run = home / "runs" / "toy"
+        text = (
+            manifest["entrypoint"].replace("/runs", str(self.run.parent)).replace("runs/gsm8k", f"runs/{self.run.name}")
+        )
+        text = text.replace("train gsm8k", f"train {TOY}").replace("--run-name gsm8k", f"--run-name {self.run.name}")
+        text = text.replace("--cluster.trainer-gpus 1", "--cluster.trainer-cpus 1").replace(
+            "--searchers 31", "--searchers 1"
+        )
+        self.entrypoint = text.replace("; fi", " --steps 999999; fi")
+        self.environment = manifest["runtimeEnvYAML"]
+        self.head_cpus = manifest["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"]
+
+    def submit(self, number: int) -> str:
+        """Submit the entry point, and return the name of the job."""
+        name = f"story-{number}"
+        words = ("--address", f"http://127.0.0.1:{DASHBOARD}", "--no-wait", "--submission-id", name)
+        environment = json.dumps(yaml.safe_load(self.environment))
+        ray("job", "submit", *words, "--runtime-env-json", environment, "--", *shlex.split(self.entrypoint))
+        return name
+
+    def steps(self) -> int:
+        rows = read_metrics(self.run) if self.run.exists() else []
+        return int(rows[-1]["step"]) if rows else 0
+
+    def status(self, job: str) -> str:
+        return ray("job", "status", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
+
+    def logs(self, job: str) -> str:
+        return ray("job", "logs", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
+
+    def wait_for_steps(self, job: str, least: int) -> None:
+        limit = time.monotonic() + DEADLINE
+        while self.steps() < least:
+            if "FAILED" in self.status(job) or time.monotonic() > limit:
+                raise RuntimeError(f"no step {least} of {job}: {self.logs(job)[-3000:]}")
+            time.sleep(5 * POLL)
+
+
+def tell(home: Path, write: Callable[[list[object]], None]) -> None:
+    """Tell the story, and write a row for each event."""
+    story = Story(home)
+    journal = story.run / "journal.sqlite"
+    first = story.submit(1)
+    story.wait_for_steps(first, 20)
+    moved = next((line for line in story.logs(first).splitlines() if "cannot hold the trainer" in line), "NOT MOVED")
+    write(["submitted", story.steps(), len(rows_of(journal)), 0, moved])
+    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", first)
+    until(lambda: "STOPPED" in story.status(first), "the stopped job")
+    step, rows, checkpoint = story.steps(), rows_of(journal), newest_checkpoint(story.run / "checkpoints")
+    write(["stopped", step, len(rows), 0, f"checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
+    second = story.submit(2)
+    story.wait_for_steps(second, step + 10)
+    now = rows_of(journal)
+    write(["submitted again", story.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
+    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", second)
+    until(lambda: "STOPPED" in story.status(second), "the stopped job")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("lab/results/ray_job.csv"))
+    options = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="job"))  # short: the names of Ray's sockets begin with it
+    os.environ.update({"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"})
+    os.environ.update(
+        {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    )
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    program, common = str(Path(sys.executable).parent / "ray"), ["--block", "--object-store-memory=150000000"]
+    head = ["--head", "--node-ip-address=127.0.0.1", f"--port={GCS}", "--dashboard-host=127.0.0.1"]
+    head += [f"--dashboard-port={DASHBOARD}", f"--num-cpus={Story(home).head_cpus}"]
+    log = (home / "ray.log").open("wb")
+    nodes = [subprocess.Popen([program, "start", *head, *common], stdout=log, stderr=log)]
+    try:
+        until(lambda: takes_jobs() or nodes[0].poll() is not None, "Ray and its dashboard")
+        worker = ["--address", f"127.0.0.1:{GCS}", "--node-ip-address=127.0.0.2", "--num-cpus=2"]
+        nodes.append(subprocess.Popen([program, "start", *worker, *common], stdout=log, stderr=log))
+        with options.out.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+
+            def write(row: list[object]) -> None:
+                writer.writerow(row)
+                file.flush()
+                print(row, flush=True)
+
+            write(["event", "step", "rows", "lost", "note"])
+            tell(home, write)
+        return 0
+    finally:
+        for node in reversed(nodes):
+            node.send_signal(signal.SIGTERM)
+            node.wait(60)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
