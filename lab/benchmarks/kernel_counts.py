@@ -48,7 +48,7 @@ from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Step
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy import norms
-from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
+from tba.policy.causal import CausalPolicy, chunk_of
 from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 from tba.protocols import PolicyOutput
@@ -57,6 +57,7 @@ from tba.training.optimizer import OptimizerSettings
 from tba.types import Sampling
 
 META = torch.device("meta")
+KEPT_BYTES = 6 * 10**9  # which a card has for the probabilities that the head keeps
 COMPOSITE = {
     "_flash_attention_forward": 2,  # with zeroing
     "_flash_attention_backward": 6,  # and with sums over grouped heads
@@ -242,7 +243,7 @@ def policy_on_meta(checkpointed: bool, compute: torch.dtype | None = torch.bfloa
     """The trainer's policy, which shares prompts and has found its head linear, as it does with memory."""
     model = qwen(**shape).float()
     model.gradient_checkpointing_disable()
-    policy = CausalPolicy(model, gradient_checkpointing=checkpointed, compute=compute)
+    policy = CausalPolicy(model, kept_bytes=KEPT_BYTES, gradient_checkpointing=checkpointed, compute=compute)
     policy._has_linear_head, policy._softcap = True, None
     model.set_attn_implementation(ATTENTION)
     return policy

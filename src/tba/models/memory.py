@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
+from tba.gpus import free_gpu_bytes
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 from tba.pretrained import most_positions
@@ -283,13 +284,13 @@ def _logit_bytes(shape: Shape, work: TrainerWorkload, kept_bytes: int) -> tuple[
     probabilities that it keeps.
     """
     i = work.precision.compute.itemsize
-    kept_tokens = kept_bytes // (shape.vocabulary * i)
-    chunk = min(chunk_of(shape.vocabulary, torch.device(work.device)), work.tokens - kept_tokens)
-    chunk_bytes = chunk * shape.vocabulary * i
+    other_tokens = work.tokens - kept_bytes // (shape.vocabulary * i)
+    chunk = chunk_of(shape.vocabulary, torch.device(work.device))
     if i == 4 and work.device == "cpu":  # in place
+        chunk_bytes = min(chunk, other_tokens) * shape.vocabulary * i
         return chunk_bytes, chunk_bytes
-    float32_bytes = 8 * shape.vocabulary  # logits in float32, and the logarithms of their probabilities
-    return chunk_bytes + max(kept_tokens, chunk) * float32_bytes, chunk_bytes + chunk * float32_bytes
+    token_bytes = shape.vocabulary * (i + 8)  # logits as they come, in float32, and the logarithms of probabilities
+    return min(chunk, work.tokens) * token_bytes, min(chunk, other_tokens) * token_bytes
 
 
 def _copy_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
@@ -316,8 +317,7 @@ def free_bytes(device: torch.device) -> int | None:
     system does not say.
     """
     if device.type == "cuda":
-        kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept_bytes
+        return free_gpu_bytes(device)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
