@@ -295,11 +295,13 @@ def update(shapes: Sequence[tuple[int, ...]]) -> Count:
     return count
 
 
-def head_alone(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
-    """The head of a 7B model on 8,192 tokens."""
-    weight = torch.empty(152_064, 3584, dtype=dtype, device=META, requires_grad=True)
-    hidden = torch.empty(8192, 3584, dtype=dtype, device=META, requires_grad=True)
-    target = torch.empty(8192, dtype=torch.int64, device=META)
+def head_alone(
+    dtype: torch.dtype = torch.bfloat16, tokens: int = 8192, vocabulary: int = 152_064, width: int = 3584
+) -> Callable[[], None]:
+    """A head, by default that of a 7B model."""
+    weight = torch.empty(vocabulary, width, dtype=dtype, device=META, requires_grad=True)
+    hidden = torch.empty(tokens, width, dtype=dtype, device=META, requires_grad=True)
+    target = torch.empty(tokens, dtype=torch.int64, device=META)
     return lambda: _head(hidden, weight, target)
 
 
@@ -356,6 +358,7 @@ def main() -> None:
     model, pack = qwen(), pack_of(*gsm8k_like())
     cases = {
         f"a pass, 60 answers, {len(pack.token_N):,} tokens, 0.5B": lambda: checkpointed_pass(model, pack),
+        "head, 12,000 tokens, 0.5B": head_alone(tokens=12_000, vocabulary=151_936, width=896),
         "head, 8,192 tokens, 7B": head_alone(),
         "attention of a layer, 8,192 tokens, 7B": attention_alone(8192),
         "attention of a layer, 32,768 tokens, 7B": attention_alone(32_768),

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Head:
     weight_VW: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
+    compiled: bool = False  # torch.compile makes p - onehot(y) of logits in one kernel, where p is kept
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head | None:
@@ -130,7 +131,7 @@ def token_log_probabilities(
         entropy_M = target_M.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
         return _TokenLogProbabilities.apply(
-            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M
+            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M, head.compiled
         )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
@@ -251,13 +252,17 @@ class _TokenLogProbabilities(torch.autograd.Function):
         chunk: int,
         buffer: ProbabilityBuffer,
         entropy_M: Tensor,
+        compiled: bool,
     ) -> Tensor:
         tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
         kept_count = buffer.capacity(weight_VW, chunk, tokens) if needs_gradient else 0
         surplus_KV = buffer.lend(kept_count, weight_VW)
         log_M = hidden_MW.new_empty(tokens, dtype=torch.float32)
-        forward = _log_in_place if _in_place(surplus_KV) else _log_of_chunks
-        forward(hidden_MW, weight_VW, bias_V, target_M, temperature, chunk, surplus_KV, log_M)
+        arguments = hidden_MW, weight_VW, bias_V, target_M, temperature, chunk, surplus_KV, log_M
+        if _in_place(surplus_KV):
+            _log_in_place(*arguments)
+        else:
+            _log_of_chunks(*arguments, compiled)
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M, log_M if len(entropy_M) else None)
         ctx.temperature, ctx.chunk, ctx.buffer, ctx.surplus_KV = temperature, chunk, buffer, surplus_KV
         ctx.entropy_M = entropy_M  # to be written, not read: it is not saved
@@ -296,7 +301,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
         ctx.surplus_KV = None
         grad_hidden.mul_(scale_M1)
         grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, *grads, None, None, None, None, None
+        return grad_hidden, *grads, None, None, None, None, None, None
 
 
 class _BucketLogProbabilities(torch.autograd.Function):
@@ -431,15 +436,37 @@ def _log_of_chunks(
     chunk: int,
     surplus_KV: Tensor,
     log_M: Tensor,
+    compiled: bool,
 ) -> None:
     """Does what `_log_in_place` does, with logits that are there in float32 a chunk at a time."""
     kept_count = len(surplus_KV)
     for rows in (*_chunks(0, kept_count, chunk), *_chunks(kept_count, len(hidden_MW), chunk)):
+        if compiled and rows.stop <= kept_count:
+            z_CV = torch.nn.functional.linear(hidden_MW[rows], weight_VW, bias_V)
+            log_M[rows] = _compiled_surplus()(z_CV, target_M[rows], temperature, surplus_KV[rows])
+            continue
         log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
         torch.gather(log_CV, 1, target_M[rows, None], out=log_M[rows, None])
         if rows.stop <= kept_count:
             torch.exp(log_CV, out=surplus_KV[rows])
-    _take_one_from_target(surplus_KV, target_M[:kept_count], log_M[:kept_count])
+    if not compiled:
+        _take_one_from_target(surplus_KV, target_M[:kept_count], log_M[:kept_count])
+
+
+@cache
+def _compiled_surplus() -> Callable[[Tensor, Tensor, float, Tensor], Tensor]:
+    return torch.compile(_surplus_of_logits, dynamic=True)
+
+
+def _surplus_of_logits(z_CV: Tensor, target_C: Tensor, temperature: float, out_CV: Tensor) -> Tensor:
+    """Writes softmax(z / temperature) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in
+    float32.
+    """
+    log_CV = torch.log_softmax(z_CV.float() / temperature, -1)
+    log_C1 = log_CV.gather(1, target_C[:, None])
+    is_target_CV = torch.arange(z_CV.shape[1], device=z_CV.device) == target_C[:, None]
+    out_CV.copy_(torch.where(is_target_CV, torch.expm1(log_C1), log_CV.exp()))
+    return log_C1[:, 0]
 
 
 def _surplus(
