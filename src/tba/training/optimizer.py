@@ -1,7 +1,8 @@
 """AdamW with float32 state, a schedule for the learning rate, and the gradient's norm clipped.
 
 Invariant: a gradient that is not finite never reaches the weights or the moments. `Optimizer.step` checks its norm
-first, changes nothing when that is not finite, and returns it.
+first, changes nothing when that is not finite, and returns it. A GPU checks it by itself: the update is launched before
+the host reads the norm, so that the GPU does not idle while the host waits and launches.
 
 Of sharded parameters (`tba.sharding`) each rank updates its rows and has the moments of these only. The norm is that of
 the whole gradient, added up in one order on every rank, so that all of them decide alike. Parameters that are whole on
@@ -33,6 +34,7 @@ from tba.types import Json
 
 STATE_FILE = "optimizer.safetensors"
 FACTS_FILE = "optimizer.json"
+_CLIP_EPSILON = 1e-6  # which torch's clipping adds to the norm
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 
 
@@ -93,6 +95,9 @@ class Optimizer:
         groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip(masters, peaks, strict=True) if g]
         self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
         self._moment_updates = 0  # updates since the moments were zero
+        # a GPU makes or leaves out an update without the host; averages and moments on the host need its decision
+        is_on_gpus = all(master.is_cuda for master in self._masters)
+        self._device_decides = is_on_gpus and not (settings.weight_average or settings.moments_on_host)
 
     def step(self, step: int, loss: Tensor | None = None, read_norm: Callable[[Tensor], float] = float) -> float:
         """Make update number `step` (from 1) with the present gradients, which are then dropped.
@@ -104,8 +109,9 @@ class Optimizer:
             if master is not parameter:
                 master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
         norm = self._norm(loss)
-        norm_value = read_norm(norm)
-        if math.isfinite(norm_value):
+        if self._device_decides:
+            norm_value = self._update_before_reading(step, norm, read_norm)
+        elif math.isfinite(norm_value := read_norm(norm)):
             self._update(step, norm, norm_value)
         for parameter in (*self.parameters, *self._masters):
             parameter.grad = None
@@ -287,6 +293,23 @@ class Optimizer:
         clip_norm = self.settings.clip_norm
         if clip_norm is not None and norm_value > clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self._masters, clip_norm, norm)
+        self._launch_update(step)
+        if self._averages:
+            with torch.no_grad():
+                torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
+
+    def _update_before_reading(self, step: int, norm: Tensor, read_norm: Callable[[Tensor], float]) -> float:
+        """Make an update that AdamW's kernels leave out if the norm is not finite, then read the norm and return it."""
+        clip_norm = self.settings.clip_norm
+        self._adamw.found_inf = (norm - norm).ne(0).to(torch.float32)  # of what is not finite it is NaN
+        if clip_norm is not None:  # the kernels divide the gradient by this
+            self._adamw.grad_scale = ((norm + _CLIP_EPSILON) / clip_norm).clamp_min(1).to(torch.float32)
+        self._launch_update(step)
+        norm_value = read_norm(norm)
+        self._moment_updates -= not math.isfinite(norm_value)
+        return norm_value
+
+    def _launch_update(self, step: int) -> None:
         self._moment_updates += 1
         rate_share = self._rate_share(step)
         for group in self._adamw.param_groups:
@@ -299,8 +322,6 @@ class Optimizer:
         with torch.no_grad():
             for parameter, master in self._rows_with_masters():
                 parameter.copy_(master)
-            if self._averages:
-                torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
 
     def _update_one_by_one(self) -> None:
         """Make AdamW's step for one parameter after the other: its moments are on its device meanwhile, and no others
