@@ -32,7 +32,7 @@ from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import SearcherWorkload, Shape
 from tba.models.precision import Precision, PrecisionName, choose_precision
-from tba.models.serving import find_mismatch
+from tba.models.serving import find_mismatch, own_engine_reason
 from tba.models.source import merged_if_adapter, resolve_model_path
 from tba.models.warm_start import WarmStart, prepare_warm_start, results_folder
 from tba.policy.causal import CausalPolicy
@@ -270,14 +270,14 @@ class HuggingFace:
         }
 
     def engine(self, version: Version, longest_prompt: int = 512) -> TransformersEngine | VllmEngine:
-        """Returns the engine that the settings name; by `auto` vLLM where it is on CUDA, and has shown that it samples
-        from the policy, and the log says which it is. A searcher finds that out before it loads its reference, which is
-        as large as what the test needs.
+        """Returns the engine that the settings name; by `auto` vLLM on CUDA where the model is large, has experts or
+        long contexts, once it has shown that it samples from the policy. The log says which it is and why. A searcher
+        finds that out before it loads its reference, which is as large as what the test needs.
         """
         if self.generation.engine == "vllm":
             return self._vllm(version, longest_prompt)
         if self.generation.engine == "auto":
-            vllm_engine = self._vllm_obstacle or self._try_vllm(version, longest_prompt)
+            vllm_engine = self._vllm_obstacle(longest_prompt) or self._try_vllm(version, longest_prompt)
             if not isinstance(vllm_engine, str):
                 log.info("answers are sampled by vllm, which has passed its self-test")
                 return vllm_engine
@@ -329,13 +329,15 @@ class HuggingFace:
             cache_bytes = partial(self._cache_bytes, longest_prompt)
             return VllmEngine(self._full_path, self.tokenizer(), *settings, longest_prompt, cache_bytes, version, base)
 
-    @property
-    def _vllm_obstacle(self) -> str:
+    def _vllm_obstacle(self, longest_prompt: int) -> str:
         """Returns why `auto` does not try vLLM at all; empty: it does."""
         if self._device.type != "cuda" or self.dtype == "4-bit":
             return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
         rules = self.generation.allowed_first_tokens or self.generation.forbidden_first_tokens
-        return "vllm has no rule for the first token of an answer" if rules else ""
+        if rules:
+            return "vllm has no rule for the first token of an answer"
+        positions = longest_prompt + self.max_completion_tokens
+        return own_engine_reason(shape_of(self), positions, has_adapters=self.lora.rank > 0)
 
     def _try_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
         """Returns vLLM if it can be had and passes the self-test, else the reason in words."""

@@ -38,6 +38,7 @@ from tba.pretrained import most_positions
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
 SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their names in configurations
 _BLOCK = 128  # positions in a block of vLLM's keys and values, at most
 _GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
 
@@ -60,6 +61,7 @@ class Shape:
     is_tied: bool
     positions: int  # tokens of the longest prompt and completion
     linear: Mapping[str, tuple[int, int]]  # the linear layers of one layer: (in, out) by name
+    has_experts: bool = False  # of which each token computes with a few
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -92,6 +94,7 @@ class Shape:
             positions=most_positions(text) or sys.maxsize,
             is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
+            has_experts=any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS),
         )
 
     @property
