@@ -182,7 +182,7 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("quickstart", "`pass@1/sampled`", "evaluations.pass@1/sampled", "", percent),
     ("1.5 B", "a step of 1.5 B parameters, checkpointed: peak memory", "peak_bytes", "", gigabytes),
     ("1.5 B", "peak memory as computed", "computed_bytes", "", gigabytes),
-    ("8k", "contexts of 8,192 tokens, checkpointed: a step, s", "seconds_a_step", "", number),
+    ("8k", "4 answers of 2,048 tokens to a prompt of 4,000, checkpointed: a step, s", "seconds_a_step", "", number),
     ("8k", "peak memory", "peak_bytes", "", gigabytes),
     (
         "8k",

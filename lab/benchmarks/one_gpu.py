@@ -20,9 +20,9 @@ beside it has what they said.
 - *trainer*, *trainer-checkpointed*: a step of the trainer as `start_policy` builds it, 3 groups of 20 answers of 200
   tokens to prompts of 100: tokens/s, launches, kernels, the ten kernels that take most time, the parts of a step in
   ms; FLOP that a step needs (6 for each parameter and token; recomputing is not needed) as a share of the product's
-  rate, and of 989e12 a second, nanochat's unit; peak memory and the formula's, which is the least that is needed: a card
-  keeps more where memory is free. A publication alone, a step beside one, steps with a version due at each and at every
-  second, and how long after an update its weights are in an engine of the same process.
+  rate, and of 989e12 a second, nanochat's unit; peak memory and the formula's, which is the least that is needed: a
+  card keeps more where memory is free. A publication alone, a step beside one, steps with a version due at each and at
+  every second, and how long after an update its weights are in an engine of the same process.
 - *log-ratio*: of engine, reference and trainer at version 0: mean squares for each token and each answer, and the
   effective sample size.
 - *both*: a short run of that model by `tba train`.

@@ -171,3 +171,15 @@ def test_averages_take_four_bytes_of_each_trained_parameter_and_eight_of_a_check
         assert (
             memory.disk_bytes(shape, averaged)[1] == memory.disk_bytes(shape, plain)[1]
         )  # a version is as large as ever
+
+
+def test_an_engine_reads_as_many_prompts_together_as_its_share_of_a_gpu_has_room_for() -> None:
+    shape = Shape.of(QWEN)
+    searcher = SearcherWorkload(BF16, slots=8, positions=64, prompt=32, device="cuda")
+    reference = memory.total(memory.reference_bytes(shape, searcher))
+    rooms = {n: memory.total(memory.engine_bytes(shape, searcher, n)) + reference for n in (2048, 4096, 8192)}
+    assert rooms[2048] < rooms[4096] < rooms[8192]
+    for tokens, room in rooms.items():
+        assert memory.prefill_tokens_within(shape, searcher, room) == tokens
+    assert memory.prefill_tokens_within(shape, searcher, 10 * rooms[8192]) == 8192
+    assert memory.prefill_tokens_within(shape, searcher, rooms[2048] - 1) == 2048  # no fewer, whoever checks the need

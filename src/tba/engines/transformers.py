@@ -45,7 +45,8 @@ from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopRe
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
+PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone), or more where
+# the memory of a GPU has room
 # where reading the tokens costs more than a step: for stop strings, and on an accelerator
 _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS_ELSEWHERE = 4, 8
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
@@ -125,10 +126,12 @@ class TransformersEngine:
         version: Version | None = None,
         longest_prompt: int = 0,
         compiled: bool = False,
+        prefill_tokens: int | None = None,
     ) -> None:
         """longest_prompt: for which the slots have room from the first on where memory is scarce, on an accelerator: to
         grow, keys and values of both lengths would have to be held. compiled: what is captured of a decode step on a
-        GPU are the kernels that `torch.compile` makes.
+        GPU are the kernels that `torch.compile` makes. prefill_tokens: of prompts that are read together; None:
+        `PREFILL_TOKENS`.
 
         Raises `UserError` when the model's attention cannot be served (found out by a small self-test).
         """
@@ -136,6 +139,7 @@ class TransformersEngine:
         self.settings = settings
         self._version = Version() if version is None else version
         self._staging = Staging(model.device)
+        self.prefill_tokens = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
         self._eos_ids, self._stops = find_stops(settings.stop_strings, tokenizer, model.config, model.generation_config)
         positions = most_positions(model.config)
         embeddings = len(model.get_input_embeddings().weight)
@@ -513,7 +517,7 @@ class TransformersFlow:
             key = _tokens_key(prompt)
             if key not in distinct_prompts:
                 tokens += len(prompt.tokens)
-                if tokens > PREFILL_TOKENS and end > begin:
+                if tokens > self.engine.prefill_tokens and end > begin:
                     break
                 distinct_prompts[key] = prompt
             end += 1
@@ -750,12 +754,12 @@ class TransformersFlow:
         self.cache.fill([request.row], sequence, 0)
 
     def _append_replies(self, requests: Sequence[_Request]) -> None:
-        """Append the replies to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
+        """Append the replies to the rows, in as few passes as `prefill_tokens` allows, and draw a token."""
         pass_requests: list[_Request] = []
         tokens = 0
         for request in requests:
             assert request.reply_tokens is not None
-            if pass_requests and tokens + len(request.reply_tokens) > PREFILL_TOKENS:
+            if pass_requests and tokens + len(request.reply_tokens) > self.engine.prefill_tokens:
                 self._append_in_one_pass(pass_requests)
                 pass_requests, tokens = [], 0
             pass_requests.append(request)

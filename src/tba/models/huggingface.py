@@ -283,7 +283,22 @@ class HuggingFace:
                 return vllm_engine
             log.info("answers are sampled by transformers: %s", vllm_engine)
         arguments = (self._base(), self.tokenizer(), self.generation, version)
-        return TransformersEngine(*arguments, longest_prompt, self.torch_compile)
+        prefill_tokens = self._prefill_tokens(longest_prompt)
+        return TransformersEngine(*arguments, longest_prompt, self.torch_compile, prefill_tokens)
+
+    def _prefill_tokens(self, longest_prompt: int) -> int | None:
+        """Returns the tokens of prompts that the engine reads together on a GPU; None: as many as on a CPU."""
+        if (gpu_bytes := self._gpu_bytes) is None or (shape := shape_of(self)) is None:
+            return None
+        workload = self._searcher_workload(longest_prompt, shape.positions)
+        return memory.prefill_tokens_within(shape, workload, int(_USABLE_SHARE * gpu_bytes))
+
+    @property
+    def _gpu_bytes(self) -> int | None:
+        """Returns the bytes of a searcher's share of its GPU; None where it has none."""
+        if self._device.type != "cuda":
+            return None
+        return int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
@@ -374,11 +389,9 @@ class HuggingFace:
         """Returns the bytes of keys and values that vLLM is given on each GPU."""
         if self.vllm.cache_gb is not None:
             return int(self.vllm.cache_gb * 1e9)
-        shape, gpu_bytes = Shape.of(config), None
+        shape = Shape.of(config)
         workload = self._searcher_workload(longest_prompt, shape.positions)
-        if self._device.type == "cuda":
-            gpu_bytes = int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
-        return memory.vllm_bytes(shape, workload, self.vllm.tensor_parallel, gpu_bytes)["keys and values"]
+        return memory.vllm_bytes(shape, workload, self.vllm.tensor_parallel, self._gpu_bytes)["keys and values"]
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:

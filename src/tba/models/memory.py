@@ -38,6 +38,7 @@ from tba.pretrained import most_positions
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
 SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)
+_MOST_PREFILL_TOKENS = 4 * PREFILL_TOKENS
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their names in configurations
 _BLOCK = 128  # positions in a block of vLLM's keys and values, at most
 _GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
@@ -183,11 +184,11 @@ class SearcherWorkload:
     parked_bytes: int | None = None  # of the keys and values of those that wait; None: as many as of the slots
 
 
-def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
-    """Returns the bytes of the transformers engine, by part."""
+def engine_bytes(shape: Shape, work: SearcherWorkload, prefill_tokens: int = PREFILL_TOKENS) -> Bytes:
+    """Returns the bytes of the transformers engine, by part. prefill_tokens: of prompts that are read together."""
     i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
     longest_read = work.positions if work.parks else work.prompt  # what was dropped is read again
-    tokens = max(PREFILL_TOKENS, longest_read)  # read together; their keys and values stay until all are copied to rows
+    tokens = max(prefill_tokens, longest_read)  # read together; their keys and values stay until all are copied to rows
     prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
     prefill = prompts + tokens * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
@@ -203,6 +204,17 @@ def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
         "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,
     } | _matrix_bytes(shape, work.precision)
+
+
+def prefill_tokens_within(shape: Shape, work: SearcherWorkload, room: int) -> int:
+    """Returns how many tokens of prompts the transformers engine reads together, where it and the reference have `room`
+    bytes: 2,048, or a multiple up to `_MOST_PREFILL_TOKENS`.
+    """
+    reference = total(reference_bytes(shape, work))
+    tokens = _MOST_PREFILL_TOKENS
+    while tokens > PREFILL_TOKENS and total(engine_bytes(shape, work, tokens)) + reference > room:
+        tokens //= 2
+    return tokens
 
 
 def vllm_bytes(shape: Shape, work: SearcherWorkload, gpus: int = 1, room: int | None = None) -> Bytes:
