@@ -33,7 +33,7 @@ def test_a_step_of_the_trainer_is_at_most_2750_kernels_and_waits_for_nothing(che
     parts = counts.step(counts.policy_on_meta(checkpointed), counts.batch_of())
     of_head = parts.pop("(of these the head)")
     assert sum(count.kernels for count in parts.values()) <= most
-    assert parts["optimizer"].kernels <= 100
+    assert parts["optimizer"].kernels <= 70
     assert parts["rounding"].kernels <= 30
     assert of_head.kernels <= 85  # with memory for all its probabilities
     assert of_head.moved <= 60e9
@@ -66,7 +66,8 @@ def test_a_token_step_never_waits_and_the_flash_kernel_spares_it_a_quarter_of_th
     assert flash.kernels <= 670
     assert bias.kernels - flash.kernels >= 24 * 9  # a layer's attention written out; nothing is made for a mask either
     assert flash.moved < bias.moved / 2
-    assert draw.kernels <= 24
+    assert draw.kernels <= 50
+    assert draw.moved <= 0.35e9  # logits of 72 rows are 22 MB, and cumulative sums of blocks next to nothing
     assert flash.waits == bias.waits == draw.waits == 0
 
 

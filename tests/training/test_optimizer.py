@@ -335,7 +335,7 @@ def test_an_update_that_the_device_decides_on_is_launched_before_the_norm_is_rea
     parameters = [Parameter(first.clone()) for _ in range(2)]
     optimizers = [settings.start([parameter]) for parameter in parameters]
     ours, theirs = optimizers
-    ours._device_decides = True
+    ours.device_decides = True
     for step, gradient in zip((1, 2, 3, 3), gradients, strict=True):
         before, master = parameters[0].detach().clone(), ours._masters[0]
         weights_at_reading: list[torch.Tensor] = []

@@ -97,7 +97,7 @@ class Optimizer:
         self._moment_updates = 0  # updates since the moments were zero
         # a GPU makes or leaves out an update without the host; averages and moments on the host need its decision
         is_on_gpus = all(master.is_cuda for master in self._masters)
-        self._device_decides = is_on_gpus and not (settings.weight_average or settings.moments_on_host)
+        self.device_decides = is_on_gpus and not (settings.weight_average or settings.moments_on_host)
 
     def step(self, step: int, loss: Tensor | None = None, read_norm: Callable[[Tensor], float] = float) -> float:
         """Make update number `step` (from 1) with the present gradients, which are then dropped.
@@ -105,17 +105,44 @@ class Optimizer:
         Returns their norm before clipping, NaN if the `loss` is not finite; when it is not finite, nothing was updated.
         `read_norm` reads the norm from its device, once; a caller can read its other tensors at the same time.
         """
+        if self.device_decides:
+            norm_value = read_norm(self.launch(step, loss))
+            self.conclude(norm_value)
+            return norm_value
+        norm = self._norm_of_gradients(loss)
+        norm_value = read_norm(norm)
+        if math.isfinite(norm_value):
+            self._update(step, norm, norm_value)
+        self._drop_gradients()
+        return norm_value
+
+    def launch(self, step: int, loss: Tensor | None = None) -> Tensor:
+        """Make update number `step` without waiting for the device, which leaves it out if the norm of the gradient or
+        the `loss` is not finite; returns the norm. Call `conclude` with it before the next one. `device_decides` has to
+        be True.
+        """
+        norm, clip_norm = self._norm_of_gradients(loss), self.settings.clip_norm
+        self._adamw.found_inf = (norm - norm).ne(0).to(torch.float32)  # of what is not finite it is NaN
+        if clip_norm is not None:  # the kernels divide the gradient by this
+            self._adamw.grad_scale = ((norm + _CLIP_EPSILON) / clip_norm).clamp_min(1).to(torch.float32)
+        self._launch_update(step)
+        self._drop_gradients()
+        return norm
+
+    def conclude(self, norm_value: float) -> None:
+        """Take the norm of the update that was launched last: one that is not finite was none."""
+        self._moment_updates -= not math.isfinite(norm_value)
+
+    def _norm_of_gradients(self, loss: Tensor | None) -> Tensor:
+        """Give the masters their gradients, and return the norm of these."""
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
-        norm = self._norm(loss)
-        if self._device_decides:
-            norm_value = self._update_before_reading(step, norm, read_norm)
-        elif math.isfinite(norm_value := read_norm(norm)):
-            self._update(step, norm, norm_value)
+        return self._norm(loss)
+
+    def _drop_gradients(self) -> None:
         for parameter in (*self.parameters, *self._masters):
             parameter.grad = None
-        return norm_value
 
     def reset_moments(self) -> None:
         """Reset moments and counts; weights and their float32 masters stay."""
@@ -297,17 +324,6 @@ class Optimizer:
         if self._averages:
             with torch.no_grad():
                 torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
-
-    def _update_before_reading(self, step: int, norm: Tensor, read_norm: Callable[[Tensor], float]) -> float:
-        """Make an update that AdamW's kernels leave out if the norm is not finite, then read the norm and return it."""
-        clip_norm = self.settings.clip_norm
-        self._adamw.found_inf = (norm - norm).ne(0).to(torch.float32)  # of what is not finite it is NaN
-        if clip_norm is not None:  # the kernels divide the gradient by this
-            self._adamw.grad_scale = ((norm + _CLIP_EPSILON) / clip_norm).clamp_min(1).to(torch.float32)
-        self._launch_update(step)
-        norm_value = read_norm(norm)
-        self._moment_updates -= not math.isfinite(norm_value)
-        return norm_value
 
     def _launch_update(self, step: int) -> None:
         self._moment_updates += 1
