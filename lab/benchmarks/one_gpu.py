@@ -178,6 +178,7 @@ def measure_engine(context: Context, note: Note, slots: int) -> None:
     half.warm()
     note(flow_tokens_per_second=half.work(shape.window, device).a_second)
     loading = LoadingHalf(recipe, shape, LOAD_SECONDS, half.engine)
+    loading.warm()
     note(flow_with_loads_tokens_per_second=loading.work(shape.window, device).a_second, loads=loading.loads)
     longest = 2 * shape.prompt
     sampling = SearcherWorkload(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)

@@ -70,6 +70,13 @@ class OptimizerSettings:
         return Optimizer(self, parameters, heads)
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW with what torch's fused kernels read of an optimizer if it is there, as `torch.amp.GradScaler` sets it."""
+
+    found_inf: Tensor  # 1: no update is made
+    grad_scale: Tensor  # the gradient is divided by it
+
+
 class Optimizer:
     """torch's fused AdamW over the policy's parameters. `settings.start` makes one.
 
@@ -93,7 +100,7 @@ class Optimizer:
         peaks = (settings.lr, settings.lr if settings.head_lr is None else settings.head_lr)
         masters = (body_masters, head_masters)
         groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip(masters, peaks, strict=True) if g]
-        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
+        self._adamw = _AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
         self._moment_updates = 0  # updates since the moments were zero
         # a GPU makes or leaves out an update without the host; averages and moments on the host need its decision
         is_on_gpus = all(master.is_cuda for master in self._masters)

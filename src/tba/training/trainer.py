@@ -53,6 +53,12 @@ class BegunStep:
     outputs: list[tuple[Tensor, Batch]]  # the policy's log-probabilities [B, T] of each pass, and the pass's rows
     read_values: Callable[[], list[float]] | None = None  # norm and tensors of `measured`, once the update is launched
 
+    @property
+    def loss(self) -> Tensor:
+        loss = self.measured["loss"]
+        assert isinstance(loss, Tensor)
+        return loss
+
 
 @dataclass
 class Trainer:
@@ -119,7 +125,7 @@ class Trainer:
         optimizer's `device_decides` has to be True.
         """
         self.wait_for_readers()
-        norm = self.optimizer.launch(self.version.step + 1, begun.measured["loss"])
+        norm = self.optimizer.launch(self.version.step + 1, begun.loss)
         begun.read_values = begin_reading(_stack_values(norm, begun.measured))
         self._launched_updates = 1
 
@@ -200,7 +206,7 @@ class Trainer:
                 return norm_values[0]
 
             self.wait_for_readers()
-            self.optimizer.step(step, begun.measured["loss"], read_norm)
+            self.optimizer.step(step, begun.loss, read_norm)
         else:
             norm_values, self._launched_updates = begun.read_values(), 0
             self.optimizer.conclude(norm_values[0])
