@@ -514,10 +514,8 @@ def _in_place(out_CV: Tensor) -> bool:
 
 def _log_softmax(hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """Returns log-softmax(z / temperature) by its definition, in float32: [C, V]."""
-    z_CV = torch.nn.functional.linear(hidden_CW, weight_VW, bias_V)
-    if temperature == 1:
-        return torch.log_softmax(z_CV, -1, dtype=torch.float32)  # which a GPU reads in its type
-    return torch.log_softmax(z_CV.float().div_(temperature), -1)
+    z_CV = torch.nn.functional.linear(hidden_CW, weight_VW, bias_V).float()
+    return torch.log_softmax(z_CV if temperature == 1 else z_CV.div_(temperature), -1)
 
 
 def linear_heads(names: Iterable[str], width: int, device: torch.device) -> torch.nn.ModuleDict:
