@@ -91,11 +91,11 @@ class _UnfinishedStep:
     """A step of the loop whose update has not been read and recorded."""
 
     fetched: FetchedBatch
-    begun: BegunStep
+    work: BegunStep
     wait_seconds: float
     start: float  # by `time.perf_counter`
     cpu_start: float  # by `time.thread_time`, once the batch was there
-    seconds: float | None = None  # of the whole step, if another has begun
+    seconds: float | None = None  # of the whole step, if another has work
     cpu_seconds: float = 0.0
 
 
@@ -164,7 +164,7 @@ class TrainerLoop:
             self._finish_step(step)
             return
         self._unfinished_step = step
-        trainer.launch(step.begun)
+        trainer.launch(step.work)
         if self._is_due_at(trainer.expected_version):
             self._finish_step(step)
 
@@ -182,10 +182,10 @@ class TrainerLoop:
 
     def _finish_step(self, step: _UnfinishedStep, is_late: bool = False) -> None:
         """Read what came of an update, publish the weights if they are due, and record the step. is_late: the next step
-        has begun, so that a version that is due is left to it.
+        has work, so that a version that is due is left to it.
         """
         trainer, version_before, self._unfinished_step = self.trainer, self.trainer.version, None
-        metrics = trainer.finish(step.begun)
+        metrics = trainer.finish(step.work)
         is_reset = self.references.is_due(trainer.version)
         if is_reset or (trainer.should_publish and not (is_late or self._may_leave_out())):
             self.publish(is_reset)

@@ -120,24 +120,24 @@ class Trainer:
                 target_shift = float(shift_BT.sum()) / batch.rows
         return BegunStep(target, self.backward(target), metrics, target_shift, self._last_outputs)
 
-    def launch(self, begun: BegunStep) -> None:
+    def launch(self, work: BegunStep) -> None:
         """Launch the update of a step, which the device makes if it is finite, and begin to read what comes of it. The
         optimizer's `device_decides` has to be True.
         """
         self.wait_for_readers()
-        norm = self.optimizer.launch(self.version.step + 1, begun.loss)
-        begun.read_values = begin_reading(_stack_values(norm, begun.measured))
+        norm = self.optimizer.launch(self.version.step + 1, work.loss)
+        work.read_values = begin_reading(_stack_values(norm, work.measured))
         self._launched_updates = 1
 
-    def finish(self, begun: BegunStep) -> Metrics:
+    def finish(self, work: BegunStep) -> Metrics:
         """Make the update of a step, unless it has been launched, and return all metrics as numbers."""
-        metrics = begun.metrics | self._conclude_update(begun)
-        self._last_outputs = begun.outputs
+        metrics = work.metrics | self._conclude_update(work)
+        self._last_outputs = work.outputs
         if not self.teacher.count:
             return metrics
-        if begun.target_shift is not None:
-            metrics["log_ratio_reference"] = metrics["log_ratio"] + begun.target_shift
-        return metrics | {"reward": begun.metrics["reward"]}
+        if work.target_shift is not None:
+            metrics["log_ratio_reference"] = metrics["log_ratio"] + work.target_shift
+        return metrics | {"reward": work.metrics["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Returns the log-probabilities of tokens of the last batch, before its update. The device is waited for."""
@@ -192,23 +192,23 @@ class Trainer:
         loss, metrics = backward(self.policy, self.objective, batch, step, limit, observe, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
-    def _conclude_update(self, begun: BegunStep) -> Metrics:
+    def _conclude_update(self, work: BegunStep) -> Metrics:
         """Make one optimizer step, unless it has been launched or the loss or the gradient is not finite. Returns all
         that was measured as numbers.
         """
-        step, names = self.version.step + 1, [n for n, value in begun.measured.items() if isinstance(value, Tensor)]
-        metrics = {name: value for name, value in begun.measured.items() if not isinstance(value, Tensor)}
-        if begun.read_values is None:
+        step, names = self.version.step + 1, [n for n, value in work.measured.items() if isinstance(value, Tensor)]
+        metrics = {name: value for name, value in work.measured.items() if not isinstance(value, Tensor)}
+        if work.read_values is None:
             norm_values: list[float] = []
 
             def read_norm(norm: Tensor) -> float:
-                norm_values.extend(_stack_values(norm, begun.measured).tolist())
+                norm_values.extend(_stack_values(norm, work.measured).tolist())
                 return norm_values[0]
 
             self.wait_for_readers()
-            self.optimizer.step(step, begun.loss, read_norm)
+            self.optimizer.step(step, work.loss, read_norm)
         else:
-            norm_values, self._launched_updates = begun.read_values(), 0
+            norm_values, self._launched_updates = work.read_values(), 0
             self.optimizer.conclude(norm_values[0])
         grad_norm, *values = norm_values
         metrics |= dict(zip(names, values, strict=True))
@@ -217,7 +217,7 @@ class Trainer:
             self.version = dataclasses.replace(self.version, step=step)
             self._skipped_in_a_row = 0
         else:
-            self._count_skipped_step(begun.batch, metrics["loss"], grad_norm)
+            self._count_skipped_step(work.batch, metrics["loss"], grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
     def publish(self, manifest: Manifest | None = None) -> None:
