@@ -95,7 +95,7 @@ class _UnfinishedStep:
     wait_seconds: float
     start: float  # by `time.perf_counter`
     cpu_start: float  # by `time.thread_time`, once the batch was there
-    seconds: float | None = None  # of the whole step, if another has work
+    seconds: float | None = None  # of the whole step, if another has begun
     cpu_seconds: float = 0.0
 
 
@@ -182,7 +182,7 @@ class TrainerLoop:
 
     def _finish_step(self, step: _UnfinishedStep, is_late: bool = False) -> None:
         """Read what came of an update, publish the weights if they are due, and record the step. is_late: the next step
-        has work, so that a version that is due is left to it.
+        has begun, so that a version that is due is left to it.
         """
         trainer, version_before, self._unfinished_step = self.trainer, self.trainer.version, None
         metrics = trainer.finish(step.work)
