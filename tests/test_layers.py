@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "device_to_host": {"streaming"},
     "gpus": set(),
     "policy": SEAMS | TENSORS,
-    "engines": SEAMS | {"policy", "streaming"},
+    "engines": SEAMS | {"policy", "streaming", "device_to_host", "gpus"},
     "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
     "rewards": SEAMS,
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it

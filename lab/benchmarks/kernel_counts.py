@@ -48,7 +48,7 @@ from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.step import Step
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy import norms
-from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
+from tba.policy.causal import CausalPolicy, chunk_of
 from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 from tba.protocols import PolicyOutput
@@ -57,6 +57,7 @@ from tba.training.optimizer import OptimizerSettings
 from tba.types import Sampling
 
 META = torch.device("meta")
+KEPT_BYTES = 6 * 10**9  # which a card has for the probabilities that the head keeps
 COMPOSITE = {
     "_flash_attention_forward": 2,  # with zeroing
     "_flash_attention_backward": 6,  # and with sums over grouped heads
@@ -242,7 +243,7 @@ def policy_on_meta(checkpointed: bool, compute: torch.dtype | None = torch.bfloa
     """The trainer's policy, which shares prompts and has found its head linear, as it does with memory."""
     model = qwen(**shape).float()
     model.gradient_checkpointing_disable()
-    policy = CausalPolicy(model, gradient_checkpointing=checkpointed, compute=compute)
+    policy = CausalPolicy(model, kept_bytes=KEPT_BYTES, gradient_checkpointing=checkpointed, compute=compute)
     policy._has_linear_head, policy._softcap = True, None
     model.set_attn_implementation(ATTENTION)
     return policy
@@ -294,11 +295,13 @@ def update(shapes: Sequence[tuple[int, ...]]) -> Count:
     return count
 
 
-def head_alone(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
-    """The head of a 7B model on 8,192 tokens."""
-    weight = torch.empty(152_064, 3584, dtype=dtype, device=META, requires_grad=True)
-    hidden = torch.empty(8192, 3584, dtype=dtype, device=META, requires_grad=True)
-    target = torch.empty(8192, dtype=torch.int64, device=META)
+def head_alone(
+    dtype: torch.dtype = torch.bfloat16, tokens: int = 8192, vocabulary: int = 152_064, width: int = 3584
+) -> Callable[[], None]:
+    """A head, by default that of a 7B model."""
+    weight = torch.empty(vocabulary, width, dtype=dtype, device=META, requires_grad=True)
+    hidden = torch.empty(tokens, width, dtype=dtype, device=META, requires_grad=True)
+    target = torch.empty(tokens, dtype=torch.int64, device=META)
     return lambda: _head(hidden, weight, target)
 
 
@@ -355,6 +358,7 @@ def main() -> None:
     model, pack = qwen(), pack_of(*gsm8k_like())
     cases = {
         f"a pass, 60 answers, {len(pack.token_N):,} tokens, 0.5B": lambda: checkpointed_pass(model, pack),
+        "head, 12,000 tokens, 0.5B": head_alone(tokens=12_000, vocabulary=151_936, width=896),
         "head, 8,192 tokens, 7B": head_alone(),
         "attention of a layer, 8,192 tokens, 7B": attention_alone(8192),
         "attention of a layer, 32,768 tokens, 7B": attention_alone(32_768),

@@ -1,9 +1,9 @@
-"""What one card does with this program, the most telling first, in 240 s at most.
+"""What one card does with this program, what was asked for first, in 240 s at most.
 
-    make test-gpu                                                    # on a machine with a GPU, in 8 minutes at most
+    make test-gpu                                                   # on a machine with a GPU, in 10 minutes at most
     PYTHONPATH=src:lab/src:lab/benchmarks python lab/benchmarks/one_gpu.py   # in 4 minutes, where nothing is installed
     ... --only engine trainer                                        # these parts; the others of --out are kept
-    ... --device cpu --small                                         # all of it, to see that the script works
+    ... --dry-run                                      # all of it small on a CPU, to see that the script works
 
 Needs no network: weights of Qwen2.5-0.5B's shape are drawn on the spot, the quickstart's model is shipped. Every part
 is a process of its own with its own limit, in proportion to `--seconds`. What it has found is written at once, so that
@@ -15,18 +15,21 @@ beside it has what they said.
 - *engine*, *engine-256*: the transformers engine with 72 and with 256 slots. A token step of all slots, but the first:
   milliseconds, launches, kernels and their milliseconds (the difference of two runs that end a few tokens apart,
   so that prompts do not count). A round of answers of geometric lengths, cold and the same again; the same as flow.
-  Peak memory, and what `tba.models.memory` computes.
+  The flow again while a version comes every 0.4 s, read in a thread and loaded as a searcher does. Peak memory, and
+  what `tba.models.memory` computes.
 - *trainer*, *trainer-checkpointed*: a step of the trainer as `start_policy` builds it, 3 groups of 20 answers of 200
-  tokens to prompts of 100: tokens/s, launches, kernels, the ten kernels that take most time, the parts of a step;
-  FLOP that a step needs (6 for each parameter and token; recomputing is not needed) as a share of the product's rate;
-  peak memory and the formula's. A publication alone, a step beside one, and how long after an update its weights are
-  in an engine of the same process.
+  tokens to prompts of 100: tokens/s, launches, kernels, the ten kernels that take most time, the parts of a step in
+  ms; FLOP that a step needs (6 for each parameter and token; recomputing is not needed) as a share of the product's
+  rate, and of 989e12 a second, nanochat's unit; peak memory and the formula's, which is the least that is needed: a
+  card keeps more where memory is free. A publication alone, a step beside one, steps with a version due at each and at
+  every second, and how long after an update its weights are in an engine of the same process.
 - *log-ratio*: of engine, reference and trainer at version 0: mean squares for each token and each answer, and the
   effective sample size.
 - *both*: a short run of that model by `tba train`.
 - *sharing*: what both halves on one card leave of each (`one_gpu_sharing`); *arrangements*: the alternatives.
 - *tests*: those marked `gpu` (tests/test_gpu.py), and what they measured. *quickstart*: `tba train quickstart`.
-- *1.5 B*, *LoRA*, *1.5 B, LoRA*: a trainer's step and its peak.
+- *1.5 B*, *LoRA*, *1.5 B, LoRA*: a trainer's step and its peak. *8k*: a step of answers in contexts of 6,048 tokens,
+  and the flow of an engine with prompts of up to 8,000.
 - *smollm2*, with `--smollm2 FOLDER` (from `tba model smollm2`): both halves under LoRA, by `tba train instruct`.
 
 On a CPU an operation that would launch something counts as a launch, and memory is that of the process.
@@ -59,6 +62,7 @@ import torch
 from one_gpu_halves import (
     SAMPLES,
     SIZES,
+    LoadingHalf,
     PeakMemory,
     SearcherHalf,
     Size,
@@ -95,6 +99,9 @@ TOTAL_SECONDS = 240.0  # for everything, unless told otherwise
 TIMED_STEPS = 5  # timed
 RANK = 16  # of adapters
 POLL_COUNTS = (2, 7)  # how often an engine asks whether to go on, in a shorter and a longer run of token steps
+DRY_RUN_SECONDS = 2400.0  # for everything small on a CPU that others use too
+LOAD_SECONDS = 0.4  # between two versions that an engine loads
+NANOCHAT_RATE = 989e12  # operations a second: an H100's in bfloat16, of which nanochat gives its speed as a share
 LEAST_SECONDS = 8.0  # seconds without which no part is begun
 
 Note = Callable[..., None]  # adds figures to what a part has found
@@ -170,10 +177,13 @@ def measure_engine(context: Context, note: Note, slots: int) -> None:
         note(**{f"round_{name}_seconds": seconds, f"round_{name}_tokens_per_second": tokens / seconds})
     half.warm()
     note(flow_tokens_per_second=half.work(shape.window, device).a_second)
+    loading = LoadingHalf(recipe, shape, LOAD_SECONDS, half.engine)
+    loading.warm()
+    note(flow_with_loads_tokens_per_second=loading.work(shape.window, device).a_second, loads=loading.loads)
     longest = 2 * shape.prompt
     sampling = SearcherWorkload(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
     note(peak_bytes=peak.bytes(), computed_bytes=total(engine_bytes(Shape.of(shape.config), sampling)))
-    del half
+    del half, loading
     recipe = recipe_of(context.folder / "endless", device, shape, generation=settings)
     half = SearcherHalf(recipe, shape)
     token_step_seconds(half, slots, device)  # makes what is made once
@@ -228,7 +238,7 @@ def measure_trainer(context: Context, note: Note, checkpointed: bool = False, ra
     """Measures the trainer. `rank`: of adapters. With adapters, or another size, it measures no more than a step."""
     shape, folder = context.shape, context.folder
     if size:
-        shape, folder = shape if context.small else SIZES[size], folder / "larger"
+        shape, folder = shape if context.small else SIZES[size], folder / f"of {size}"
         draw_model(folder, shape)
     peak = PeakMemory()
     lora: dict[str, Any] = {"lora": LoraSettings(rank=rank)} if rank else {}
@@ -245,12 +255,25 @@ def measure_trainer(context: Context, note: Note, checkpointed: bool = False, ra
             kernel_milliseconds_a_step=1e3 * work.seconds,
             top_kernels=work.top(),
             shares_of_kernel_time=work.shares(),
+            milliseconds_by_part={part: 1e3 * seconds for part, seconds in work.by_part.items()},
         )
         note(**time_publications(half, context.device))
         for k in (1, 2):
             note(**time_steps_with_publications(half, context.device, k))
         note(version_in_engine_seconds=arrival_seconds(half, recipe.model.engine(Version()), context.device))
         half.weights.close()
+
+
+def measure_contexts(context: Context, note: Note) -> None:
+    """Measures a checkpointed step and the flow of an engine in long contexts."""
+    name = "0.5 B, 8k"
+    measure_trainer(context, note, checkpointed=True, size=name)
+    shape = context.shape if context.small else SIZES[name]
+    settings = EngineSettings(slots=16, max_completion_tokens=shape.longest)
+    model = context.folder / f"of {name}" / "ending"
+    half = SearcherHalf(recipe_of(model, context.device, shape, generation=settings), shape)
+    half.warm()
+    note(flow_tokens_per_second=half.work(shape.window, context.device).a_second)
 
 
 def draw_model(folder: Path, shape: Size) -> None:
@@ -272,13 +295,15 @@ def time_steps(
     recipe_model, model_shape = model_of(half.recipe), Shape.of(shape.config)
     tokens, step = tokens_in(half.fetched.batch), statistics.median(steps)
     rate = product_rate(recipe_model.compute, torch.device(device))
+    operations = 2 * forwards_per_update(rank) * model_shape.parameters * tokens
     step_pass = TrainerWorkload(tokens, recipe_model.precision, device, rank, checkpointed=checkpointed)
     return {
         "first_step_seconds": first_seconds,
         "seconds_a_step": step,
         "longest_step_seconds": max(steps),
         "tokens_per_second": tokens / step,
-        "share_of_product_rate": 2 * forwards_per_update(rank) * model_shape.parameters * tokens / step / rate,
+        "share_of_product_rate": operations / step / rate,
+        "share_of_989_teraflops": operations / step / NANOCHAT_RATE,
         "peak_bytes": peak.bytes(),
         "computed_bytes": total(trainer_bytes(model_shape, step_pass)),
     }
@@ -479,21 +504,22 @@ class Part:
 
 
 PARTS = {
-    "environment": Part(25.0, measure_environment, model=False),
+    "tests": Part(45.0, run_tests, model=False),
     "engine": Part(60.0, partial(measure_engine, slots=72)),
     "engine-256": Part(45.0, partial(measure_engine, slots=256)),
     "trainer": Part(45.0, measure_trainer),
-    "trainer-checkpointed": Part(40.0, partial(measure_trainer, checkpointed=True)),
-    "log-ratio": Part(25.0, measure_log_ratios),
-    "both": Part(75.0, run_both_halves),
     "sharing": Part(45.0, partial(time_sharing, arrangements=BY_DEFAULT)),
-    "tests": Part(45.0, run_tests, model=False),
-    "quickstart": Part(75.0, run_quickstart, model=False),
     "arrangements": Part(90.0, partial(time_sharing, arrangements=OTHERS)),
     "1.5 B": Part(60.0, partial(measure_trainer, checkpointed=True, size="1.5 B"), model=False),
+    "8k": Part(60.0, measure_contexts, model=False),
+    "quickstart": Part(75.0, run_quickstart, model=False),
+    "smollm2": Part(120.0, run_smollm2, model=False),
+    "log-ratio": Part(25.0, measure_log_ratios),
+    "both": Part(75.0, run_both_halves),
+    "environment": Part(25.0, measure_environment, model=False),
+    "trainer-checkpointed": Part(40.0, partial(measure_trainer, checkpointed=True)),
     "LoRA": Part(30.0, partial(measure_trainer, rank=RANK)),
     "1.5 B, LoRA": Part(60.0, partial(measure_trainer, checkpointed=True, rank=RANK, size="1.5 B"), model=False),
-    "smollm2": Part(120.0, run_smollm2, model=False),
 }
 
 
@@ -505,7 +531,7 @@ def prepare(context: Context, note: Note, model: bool) -> None:
     all others.
     """
     if context.device == "cuda" and not torch.cuda.is_available():
-        print("this machine shows no GPU: --device cpu --small proves the script without one")
+        print("this machine shows no GPU: --dry-run proves the script without one")
         raise SystemExit(2)
     note(machine=machine(visible_gpus().names), versions=versions())
     if model:
@@ -593,10 +619,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model and short runs")
     parser.add_argument("--size", choices=SIZES, default="0.5 B", help="the model's, without --small")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all parts; none begins without time")
+    parser.add_argument("--seconds", type=float, help=f"for all parts; {TOTAL_SECONDS:g}; none begins without time")
+    parser.add_argument("--dry-run", action="store_true", help="all of it small on a CPU, with more time")
     parser.add_argument("--smollm2", default="", metavar="FOLDER", help="weights for the part of that name")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"))
     options = parser.parse_args(arguments)
+    if options.dry_run:
+        options.device, options.small = "cpu", True
+    options.seconds = options.seconds or (DRY_RUN_SECONDS if options.dry_run else TOTAL_SECONDS)
     if options.device == "cuda":  # one card, here and in the runs
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     start_time = time.monotonic()

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainer_memory import qwen2
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, FetchedBatch, collate
+from tba.grading import call_in_thread
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
@@ -57,10 +59,11 @@ class Size:
     longest: int = 256  # tokens of an engine's answer
     tokens_per_end: int = 100  # one token in so many ends an answer
     window: float = 4.0  # seconds over which two halves are watched
+    positions: int = 4096  # of the longest prompt and answer
 
     @property
     def config(self) -> Qwen2Config:
-        return qwen2(*self.shape, max_position_embeddings=4096, eos_token_id=None)
+        return qwen2(*self.shape, max_position_embeddings=self.positions, eos_token_id=None)
 
     @property
     def vocabulary(self) -> int:
@@ -70,6 +73,7 @@ class Size:
 SIZES = {  # with Qwen2.5's shapes
     "0.5 B": Size((896, 24, 4864, 14, 2, 151_936)),
     "1.5 B": Size((1536, 28, 8960, 12, 2, 151_936)),
+    "0.5 B, 8k": Size((896, 24, 4864, 14, 2, 151_936), 1, 4, 2048, 4000, 2048, positions=16_384),
     "9 M": Size((256, 6, 704, 4, 4, 8192), 2, 8, 50, 50, 64, 25, 20.0),
     "tiny": Size((64, 2, 128, 2, 1, 1000), 2, 4, 12, 10, 64, 10, 0.3),
 }
@@ -210,6 +214,32 @@ class SearcherHalf(Half):
         if free_slots := self.flow.prompts_needed:
             self.flow.submit(prompts_of(self.size, free_slots, self.rng))
         return tokens_of(answers for _, answers in self.flow.next())
+
+
+class LoadingHalf(SearcherHalf):
+    """A searcher's engine that gets newer weights every so many seconds, read in a thread as a searcher reads them."""
+
+    def __init__(self, recipe: Recipe, size: Size, seconds: float, engine: Any) -> None:
+        super().__init__(recipe, size, engine)
+        self.seconds, self.loads = seconds, 0
+        self.weights = {name: p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
+        self.future: Future[Any] | None = None
+        self.loaded_at = time.monotonic()
+
+    def act(self) -> int:
+        if free_slots := self.flow.prompts_needed:
+            self.flow.submit(prompts_of(self.size, free_slots, self.rng))
+        return tokens_of(answers for _, answers in self.flow.next(self.load_if_due))
+
+    def load_if_due(self) -> bool:
+        """Do what `Searcher` does between decode steps; returns False, because the flow goes on."""
+        if self.future is not None and self.future.done():
+            self.engine.load(self.future.result(), Version(0, self.loads + 1))
+            self.future, self.loads = None, self.loads + 1
+        elif self.future is None and time.monotonic() - self.loaded_at >= self.seconds:
+            self.loaded_at = time.monotonic()
+            self.future = call_in_thread("weights", self.engine.stage, self.weights)
+        return False
 
 
 def batch_of(size: Size) -> FetchedBatch:

@@ -79,6 +79,18 @@ def _query(visible_devices: str | None) -> Gpus:
     return Gpus(tuple(values["names"]), tuple(values["memory"]), tuple(values["without_bfloat16"]), values["fault"])
 
 
+def free_gpu_bytes(device: torch.device) -> int | None:
+    """Returns the bytes of a GPU's memory that this process may still take, with those that torch keeps for later; None
+    for another device.
+    """
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    reserved_bytes, allocated_bytes = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    share_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    return min(free_bytes + reserved_bytes, share_bytes) - allocated_bytes
+
+
 def gpus_as_json() -> str:
     """Returns the GPUs that torch sees as JSON. Starts CUDA where there are any."""
     with warnings.catch_warnings():

@@ -230,6 +230,16 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class StagesWeights(Protocol):
+    """An engine that can have weights brought to its device before they are loaded."""
+
+    def stage(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Begins to copy `weights` to the engine's device, beside what it computes; returns what is to be given to
+        `load`, or the weights themselves. Any thread may call it.
+        """
+
+
+@runtime_checkable
 class ReportsFaults(Protocol):
     """An engine that can go on with a fault, such as one that makes it slow."""
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.engines.decoding import draw
+from tba.engines.decoding import DecodingRows, _draw_index, draw, draw_in_blocks
+from tba.engines.rules import Rules
 from tba.types import Sampling
 
 FOUR = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
@@ -144,3 +145,48 @@ def test_log_behavior_is_exact_to_1e_4_over_a_vocabulary_of_32000() -> None:
     token, log_behavior = draw(logits, torch.linspace(0, 1 - 2**-24, 16), Sampling())
     exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
     np.testing.assert_allclose(log_behavior, exact, atol=1e-4)
+
+
+def test_an_index_drawn_in_blocks_is_the_index_of_all_cumulative_sums_but_for_rounding() -> None:
+    """Of 1,001 weights in blocks of 64, which do not divide them, all multiples of 2^-12: sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    weight_RV = torch.randint(0, 64, (300, 1001), generator=generator) / 4096
+    weight_RV[0:50, 100:700] = 0.0  # whole blocks without a weight
+    weight_RV[50:60] = 0.0
+    weight_RV[50:60, 1000] = 0.25  # the last index alone
+    for uniform in (0.0, 0.123, 0.5, 1 - 2**-24, 1.0):
+        uniform_R = torch.full((300,), uniform)
+        index_R1, share_R1 = draw_in_blocks(weight_RV, uniform_R, 64)
+        expected_R1, expected_share_R1 = _draw_index(weight_RV, uniform_R)
+        assert torch.equal(index_R1, expected_R1)
+        assert torch.equal(share_R1, expected_share_R1)
+        assert bool((weight_RV.gather(1, index_R1) > 0).all())
+
+
+def test_what_rounding_does_in_blocks_draws_no_index_without_a_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_RV = torch.softmax(20 * torch.randn(2000, 3000, generator=generator), -1)
+    weight_RV[:, ::2] = 0.0
+    index_R1, _ = draw_in_blocks(weight_RV, torch.rand(2000, generator=generator), 64)
+    assert bool((weight_RV.gather(1, index_R1) > 0).all())
+    index_R1, _ = draw_in_blocks(torch.full((1, 3000), math.nan), torch.tensor([0.5]), 64)
+    assert 0 <= int(index_R1) < 3000
+
+
+def test_what_a_look_reads_of_rows_depends_on_its_reach_and_not_on_how_long_completions_are() -> None:
+    rules = Rules(torch.zeros(50, dtype=torch.bool))
+    for length in (16, 4096):
+        rows = DecodingRows(4, length, rules)
+        rows.token_RT.copy_(torch.arange(4 * length).view(4, length))
+        rows.log_behavior_RT.copy_(-torch.arange(4.0 * length).view(4, length))
+        rows.count_R1[:, 0] = torch.tensor([1, 3, 10, length])
+        rows.ended_R[2] = True
+        progress = rows.progress(4, 5)
+        assert progress.shape == (4, 6)
+        assert progress[:, 0].tolist() == [0, 0, 1, 0]
+        for row, count in enumerate(rows.count_R1[:, 0].tolist()):
+            newest = rows.token_RT[row, max(0, count - 5) : count].tolist()
+            assert progress[row, -len(newest) :].tolist() == newest
+        tokens, log_behavior = rows.completions(torch.tensor([3, 1]), 10)
+        assert tokens.tolist() == rows.token_RT[[3, 1], :10].tolist()
+        assert log_behavior.tolist() == rows.log_behavior_RT[[3, 1], :10].tolist()

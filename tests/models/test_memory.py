@@ -13,6 +13,7 @@ from tba.models import memory
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import SearcherWorkload, Shape, TrainerWorkload
 from tba.models.precision import choose_precision
+from tba.policy.causal import KEPT_BYTES
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.sharding import Sharding
 
@@ -44,8 +45,13 @@ def test_a_shape_counts_the_parameters_of_the_model_and_of_its_adapters(config: 
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
-def test_what_a_pass_keeps_on_an_accelerator_is_within_5_percent_of_what_is_counted(checkpointed: bool) -> None:
-    """Of a model like Qwen2.5-0.5B, in which activations, the head and its logits all weigh."""
+def test_what_a_pass_keeps_on_an_accelerator_is_within_5_percent_of_what_is_counted(
+    checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model like Qwen2.5-0.5B, in which activations, the head and its logits all weigh, where the head keeps the
+    least that it may.
+    """
+    monkeypatch.setattr(counts, "KEPT_BYTES", KEPT_BYTES)
     model, pack = counts.qwen(), counts.pack_of(*counts.gsm8k_like())
     if not checkpointed:
         model.gradient_checkpointing_disable()
@@ -171,3 +177,15 @@ def test_averages_take_four_bytes_of_each_trained_parameter_and_eight_of_a_check
         assert (
             memory.disk_bytes(shape, averaged)[1] == memory.disk_bytes(shape, plain)[1]
         )  # a version is as large as ever
+
+
+def test_an_engine_reads_as_many_prompts_together_as_its_share_of_a_gpu_has_room_for() -> None:
+    shape = Shape.of(QWEN)
+    searcher = SearcherWorkload(BF16, slots=8, positions=64, prompt=32, device="cuda")
+    reference = memory.total(memory.reference_bytes(shape, searcher))
+    rooms = {n: memory.total(memory.engine_bytes(shape, searcher, n)) + reference for n in (2048, 4096, 8192)}
+    assert rooms[2048] < rooms[4096] < rooms[8192]
+    for tokens, room in rooms.items():
+        assert memory.prefill_tokens_within(shape, searcher, room) == tokens
+    assert memory.prefill_tokens_within(shape, searcher, 10 * rooms[8192]) == 8192
+    assert memory.prefill_tokens_within(shape, searcher, rooms[2048] - 1) == 2048  # no fewer, whoever checks the need

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
-from tba.models.serving import TOLERANCE, find_mismatch
+from tba.models.memory import Shape
+from tba.models.serving import LONG_CONTEXT, TOLERANCE, find_mismatch, own_engine_reason
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base
 from tba.training.tiny_models import ScratchModel, character_tokenizer
@@ -115,10 +116,29 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
 def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model: HuggingFace) -> None:
     assert "vllm, which is not installed" in str(model._try_vllm(Version(), 20))
     on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
-    assert on_gpu._vllm_obstacle == ""
-    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._vllm_obstacle
+    assert on_gpu._vllm_obstacle(20).startswith("the model is small, with 0.0 billion parameters and contexts of ")
+    assert on_gpu._vllm_obstacle(LONG_CONTEXT) == ""
+    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._vllm_obstacle(20)
     ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", forbidden_first_tokens=("a",)))
-    assert "no rule for the first token" in ruled._vllm_obstacle
+    assert "no rule for the first token" in ruled._vllm_obstacle(20)
+
+
+def test_auto_takes_vllm_for_large_models_experts_and_long_contexts_and_its_own_engine_for_the_others() -> None:
+    def qwen(width: int, layers: int, ff: int) -> Shape:
+        sizes = {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "intermediate_size": ff,
+            "tie_word_embeddings": True,
+        }
+        return Shape.of(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2))
+
+    half_billion, three_billions = qwen(896, 24, 4864), qwen(2048, 36, 11_008)
+    experts = Shape.of(Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_experts=4, vocab_size=100))
+    assert "0.5 billion parameters" in own_engine_reason(half_billion, 1024, has_adapters=False)
+    assert "share the base" in own_engine_reason(three_billions, 1024, has_adapters=True)
+    for shape, positions in ((half_billion, LONG_CONTEXT), (three_billions, 1024), (experts, 1024), (None, 1024)):
+        assert own_engine_reason(shape, positions, has_adapters=False) == ""
 
 
 def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(

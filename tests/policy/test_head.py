@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tba.policy import head as heads
 from tba.policy.head import Head, ProbabilityBuffer, token_log_probabilities
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
@@ -133,3 +134,49 @@ def test_half_precision_sums_the_heads_gradient_in_float32() -> None:
         ours = token_log_probabilities(hidden, Head(leaf), target, 1.0, 16, kept)
         grad = torch.autograd.grad(ours.sum(), leaf)[0]
         assert float((grad - exact_grad).norm() / exact_grad.norm()) < 0.01, rows
+
+
+@pytest.mark.parametrize("kept_rows", [0, 9, TOKENS])
+def test_what_is_kept_in_bfloat16_is_made_in_chunks_and_is_the_same_whatever_is_kept(kept_rows: int) -> None:
+    """Of one chunk's logits everything is made where all is kept; the sums of gradients are in float32 either way."""
+    hidden, weight, _, target = leaves(scale=0.5)
+    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    results = []
+    for rows, chunk in ((kept_rows, 4), (TOKENS, TOKENS)):
+        buffer = ProbabilityBuffer(rows * VOCABULARY * 2)
+        log_M = token_log_probabilities(low_hidden, Head(low_weight), target, 0.7, chunk, buffer)
+        results.append([log_M.detach(), *gradients(log_M, [low_hidden, low_weight])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)  # of products rounded to 8 bits, in other chunks
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
+
+
+def test_a_gpu_keeps_what_its_free_memory_holds_beside_the_work_and_never_less_than_the_limit() -> None:
+    weight, tokens, chunk = torch.empty(1000, 64, dtype=torch.bfloat16), 5000, 100
+    row_bytes = 2 * 1000
+    work_bytes = chunk * 10 * 1000 + 6 * 64 * 1000 + 3 * 2 * 64 * tokens
+    for free_bytes, rows in (
+        (0, 7),
+        (work_bytes + 8 * row_bytes, 7),
+        (work_bytes + 800 * row_bytes, 600),
+        (10**9, tokens),
+        (None, 7),
+    ):
+        buffer = ProbabilityBuffer(7 * row_bytes, lambda device, free_bytes=free_bytes: free_bytes)
+        assert buffer.capacity(weight, chunk, tokens) == rows
+
+
+def test_the_function_that_is_compiled_for_kept_probabilities_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and not made into a kernel, which takes a compiler and half a minute."""
+    traced = torch.compile(heads._surplus_of_logits, dynamic=True, backend="eager")
+    monkeypatch.setattr(heads, "_compiled_surplus", lambda: traced)
+    hidden, weight, _, target = leaves(scale=0.5)
+    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    results = []
+    for compiled in (True, False):
+        head, buffer = Head(low_weight, compiled=compiled), ProbabilityBuffer(20 * VOCABULARY * 2)
+        log_M = token_log_probabilities(low_hidden, head, target, 0.7, 8, buffer)
+        results.append([log_M.detach(), *gradients(log_M, [low_hidden, low_weight])])
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)  # a probability between two of 8 bits

@@ -27,15 +27,17 @@ def test_a_count_is_of_what_is_launched_read_written_and_alive() -> None:
     assert (count.peak, count.waits) == (256 + 64, 0)
 
 
-@pytest.mark.parametrize(("checkpointed", "most"), [(False, 3000), (True, 3800)])
-def test_a_step_of_the_trainer_is_at_most_3000_kernels_and_waits_for_nothing(checkpointed: bool, most: int) -> None:
+@pytest.mark.parametrize(("checkpointed", "most"), [(False, 2750), (True, 3500)])
+def test_a_step_of_the_trainer_is_at_most_2750_kernels_and_waits_for_nothing(checkpointed: bool, most: int) -> None:
     """Of Qwen2.5-0.5B's shape: 24 layers, a vocabulary of 151,936, 290 parameters."""
     parts = counts.step(counts.policy_on_meta(checkpointed), counts.batch_of())
     of_head = parts.pop("(of these the head)")
     assert sum(count.kernels for count in parts.values()) <= most
-    assert parts["optimizer"].kernels <= 100
+    assert parts["optimizer"].kernels <= 70
     assert parts["rounding"].kernels <= 30
-    assert of_head.kernels <= 250
+    assert of_head.kernels <= 85  # with memory for all its probabilities
+    assert of_head.moved <= 60e9
+    assert of_head.peak <= 7e9
     assert sum(count.waits for count in parts.values()) == 0
 
 
@@ -64,7 +66,8 @@ def test_a_token_step_never_waits_and_the_flash_kernel_spares_it_a_quarter_of_th
     assert flash.kernels <= 670
     assert bias.kernels - flash.kernels >= 24 * 9  # a layer's attention written out; nothing is made for a mask either
     assert flash.moved < bias.moved / 2
-    assert draw.kernels <= 24
+    assert draw.kernels <= 50
+    assert draw.moved <= 0.35e9  # logits of 72 rows are 22 MB, and cumulative sums of blocks next to nothing
     assert flash.waits == bias.waits == draw.waits == 0
 
 
@@ -76,12 +79,12 @@ def test_the_kernels_of_a_pass_do_not_grow_with_its_groups_and_answers() -> None
     assert kernels([10], [[5, 6]]) == kernels(*counts.gsm8k_like(groups=8))
 
 
-def test_the_head_of_7b_moves_at_most_200_gb_for_8192_tokens_and_never_waits() -> None:
+def test_the_head_of_7b_moves_at_most_100_gb_for_8192_tokens_and_never_waits() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         count = counts.counted(counts.head_alone(dtype=dtype))
         assert count.waits == 0
-        assert count.moved <= 200e9 * dtype.itemsize / 2
-        assert count.kernels <= 500
+        assert count.moved <= 100e9 * dtype.itemsize / 2
+        assert count.kernels <= 100
 
 
 def test_attention_is_linear_in_memory_from_8k_to_32k_tokens() -> None:

@@ -69,6 +69,57 @@ def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahe
     assert fetched == (10 if ahead else 9) * 2 * 8  # one batch ahead of the last was taken back
 
 
+def test_a_gpu_s_updates_are_recorded_a_step_later_and_nothing_is_lost_or_out_of_order(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decided on by the device, here the CPU: every third is published and waited for, a checkpoint follows it."""
+    search, train = start("--steps", "9", "--sync-every", "3", "--run.checkpoint-every", "3", close=False)
+    train.trainer.optimizer.device_decides = True
+    rounds(search, 5)
+    recorded: list[int] = []
+    record = train._record
+
+    def noted(version_before: Version, *arguments: Any) -> None:
+        recorded.append(version_before.step + 1)
+        record(version_before, *arguments)
+
+    monkeypatch.setattr(train, "_record", noted)
+    counts = []
+    while not train.finished:
+        train.batches.wait_for_prefetch()
+        train.step()
+        counts.append(len(recorded))
+    assert counts == [0, 1, 3, 3, 4, 6, 6, 7, 9]
+    assert recorded == list(range(1, 10))
+    assert [version.step for version in train.weights.versions()][-1] == 9
+    train.finish()
+    train.close()
+    rows = [json.loads(line) for line in (train.run.path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    result = json.loads(train.run.result("trainer").read_text())
+    assert result["ledger"]["trained_total_trajectories"] == 9 * 2 * 8 == sum(result["lags"].values())
+    assert train.checkpointed_version == Version(0, 9)
+
+
+def test_an_update_is_finished_before_the_trainer_waits_for_a_batch(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, train = start("--steps", "9", "--sync-every", "5", "--replay.pacing.max-mean-uses", "0.25")
+    train.trainer.optimizer.device_decides = True
+    rounds(search, 1)  # for one batch
+    train.step()
+    assert train.trainer.version.step == 0
+    waits: list[int] = []
+
+    def wait_for_batch(*_: object) -> None:
+        waits.append(train.trainer.version.step)
+        raise StopRequested
+
+    monkeypatch.setattr(train.batches, "next", wait_for_batch)
+    train.step()
+    assert waits == [1]
+
+
 def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse(start: Start) -> None:
     """One batch of 16 for 64 trajectories is all that 0.25 uses allow; the next is waited for until the end."""
     search, train = start("--replay.pacing.max-mean-uses", "0.25", "--steps", "1", close=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -317,3 +318,43 @@ def test_of_adapters_the_average_is_published_and_saved_and_the_base_stays(tmp_p
     )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.weights().items())
     assert any(not torch.equal(weights[name], published[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_an_update_that_the_device_decides_on_is_launched_before_the_norm_is_read_and_is_the_same(
+    dtype: torch.dtype, clip_norm: float | None
+) -> None:
+    """As on a GPU: gradients below and above the limit, and between them one that is not finite, which changes no bit
+    of weights and moments and does not count as an update.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(5, 7, generator=generator).to(dtype)
+    gradients = [scale * torch.randn(5, 7, generator=generator).to(dtype) for scale in (0.01, 1.0, math.nan, 3.0)]
+    settings = OptimizerSettings(lr=0.1, schedule=WarmupConstant(3), clip_norm=clip_norm)
+    parameters = [Parameter(first.clone()) for _ in range(2)]
+    optimizers = [settings.start([parameter]) for parameter in parameters]
+    ours, theirs = optimizers
+    ours.device_decides = True
+    for step, gradient in zip((1, 2, 3, 3), gradients, strict=True):
+        before, master = parameters[0].detach().clone(), ours._masters[0]
+        weights_at_reading: list[torch.Tensor] = []
+
+        def read_norm(norm: torch.Tensor, master: Parameter = master, seen: Any = weights_at_reading) -> float:
+            seen.append(master.detach().clone())
+            return float(norm)
+
+        for parameter in parameters:
+            parameter.grad = gradient.clone()
+        norms = [ours.step(step, read_norm=read_norm), theirs.step(step)]
+        assert torch.equal(weights_at_reading[0], master)  # it has been made
+        if math.isnan(norms[0]):
+            assert math.isnan(norms[1])
+            assert torch.equal(parameters[0], before)
+        else:
+            assert norms[0] == norms[1]
+            assert not torch.equal(master.to(dtype), before)
+        assert ours._moment_updates == theirs._moment_updates
+        for key, value in ours._adamw.state[master].items():
+            torch.testing.assert_close(value, theirs._adamw.state[theirs._masters[0]][key], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-5, atol=1e-6)

@@ -225,3 +225,35 @@ def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) 
     assert [count for count, _ in seen] == [0, 1, 2]  # each before the update that follows it
     for (_, weights, _), (_, as_settled) in zip(published.sent, seen[1:], strict=False):
         assert torch.equal(weights[WEIGHT], as_settled)
+
+
+def test_steps_that_are_read_after_the_next_has_begun_are_the_same_and_one_that_is_not_finite_is_none(
+    tmp_path: Path,
+) -> None:
+    """The third of five batches has a reward that is not a number."""
+    batches = [fetched(math.nan if i == 2 else None, seed=i) for i in range(5)]
+    trainers = [trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path) for _ in range(2)]
+    late, plain = trainers
+    for trainer in trainers:
+        trainer.optimizer.device_decides = True  # as on a GPU
+    metrics, unfinished = [], None
+    for batch in batches:
+        begun = late.begin(batch)
+        if unfinished is not None:
+            metrics.append(late.finish(unfinished))
+        late.launch(begun)
+        unfinished = begun
+    assert unfinished is not None
+    metrics.append(late.finish(unfinished))
+    expected_metrics = [plain.step(batch) for batch in batches]
+    assert late.version == plain.version == Version(0, 4)
+    assert late.skipped == plain.skipped == 1
+    weights, expected = late.policy.weights(), plain.policy.weights()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    clock = {"waiting_seconds", "in_flight_seconds"}
+    for i, (one, other) in enumerate(zip(metrics, expected_metrics, strict=True)):
+        # the lag of the fourth batch counts the update before it, which was not known then to be none
+        passed_over = clock | ({"lag", "lag_max"} if i == 3 else set())
+        assert one.keys() == other.keys()
+        for name in one.keys() - passed_over:
+            assert one[name] == pytest.approx(other[name], nan_ok=True, rel=1e-6), (i, name)

@@ -78,6 +78,37 @@ def test_a_step_reads_all_it_needs_from_the_device_at_once(
     assert metrics["tokens"] == int(batch.batch.length_B.sum())
 
 
+def test_a_step_whose_update_the_device_decides_on_is_launched_without_a_wait_and_read_once_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the next step's backward pass in between: `item()` and its like raise on the meta device. AdamW has no
+    kernels for it; `test_kernel_counts` counts these.
+    """
+    trainer = trainer_on_meta(TrajectoryBalance(BETA), WHOLE, tmp_path)
+    trainer.optimizer.device_decides = True
+    monkeypatch.setattr(trainer.optimizer._adamw, "step", lambda: None)
+    reads: list[int] = []
+    host = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        if not tensor.is_meta:
+            return host(tensor)
+        reads.append(len(tensor))
+        return [1.0] * len(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    first = trainer.begin(fetched())
+    trainer.launch(first)
+    assert trainer.expected_version.step == trainer.version.step + 1
+    second = trainer.begin(fetched())
+    assert reads == []
+    trainer.finish(first)
+    assert len(reads) == 1
+    assert trainer.version.step == trainer.expected_version.step == 1
+    trainer.launch(second)
+    assert len(reads) == 1
+
+
 def test_a_batch_of_which_some_rows_have_no_behaviour_is_not_waited_for_either(tmp_path: Path) -> None:
     batch = fetched().batch
     some_BT = batch.log_reference_BT.clone()

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tba.engines.rules import Rules
-from tba.types import Sampling
+from tba.types import FloatArray, IntArray, Sampling
 
+_BLOCK = 1024  # weights that are added up together where many are
 _FIRST_CANDIDATES = 64  # top-p looks at this many tokens first, then at 8 times as many, ...
 
 
@@ -132,6 +134,24 @@ class DecodingRows:
             self._occurs_RV = self.eos_V.new_zeros(len(self.ended_R), len(self.eos_V))
         return self._occurs_RV
 
+    def progress(self, n: int, reach: int) -> Tensor:
+        """Returns, of the first `n` rows, whether the completion has ended and its last `reach` tokens: int64
+        [n, 1 + reach]. Of a completion of fewer tokens only the columns of these, the last ones, mean something.
+        """
+        ended_R1 = self.ended_R[:n, None].to(torch.int64)
+        if not reach:
+            return ended_R1
+        place_RN = self.count_R1[:n] + torch.arange(-reach, 0, device=ended_R1.device)
+        return torch.cat([ended_R1, self.token_RT[:n].gather(1, place_RN.clamp_(min=0))], 1)
+
+    def completions(self, rows: Tensor, length: int) -> tuple[IntArray, FloatArray]:
+        """Returns the first `length` tokens of the completions in `rows` (int64 indices) and their log-probabilities,
+        both [rows, length], read from the device at once.
+        """
+        token_RT, log_RT = self.token_RT[rows, :length], self.log_behavior_RT[rows, :length]
+        joined_RN = torch.cat([token_RT.to(torch.int32), log_RT.view(torch.int32)], 1).cpu().numpy()
+        return joined_RN[:, :length], joined_RN[:, length:].view(np.float32)
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows `source` to the rows `target` (int64 indices; no row is in both)."""
         for state in self._states:
@@ -184,6 +204,8 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 
 def _draw_index(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """Returns an index drawn in proportion to `weight_RV`, and its share of the row's sum; both [R, 1]."""
+    if weight_RV.device.type != "cpu" and weight_RV.shape[1] > 2 * _BLOCK:
+        return draw_in_blocks(weight_RV, uniform_R, _BLOCK)
     cumulative_RV = weight_RV.cumsum(-1)
     total_R1 = cumulative_RV[:, -1:]
     # right=True: the first index whose cumulative weight exceeds the target, which therefore has a weight of its own.
@@ -191,6 +213,29 @@ def _draw_index(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     # a target that is rounded up to the sum gets the last that has one
     last_R1 = torch.searchsorted(cumulative_RV, total_R1.contiguous())
     index_R1 = torch.minimum(index_R1, last_R1).clamp(max=weight_RV.shape[1] - 1)  # of weights that are NaN: any
+    return index_R1, weight_RV.gather(1, index_R1) / total_R1
+
+
+def draw_in_blocks(weight_RV: Tensor, uniform_R: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Returns what `_draw_index` does but for rounding: a block of indices is drawn first, then an index in it. So
+    weights are added up by sums of blocks, which a GPU does faster than all cumulative sums.
+    """
+    size = weight_RV.shape[1]
+    whole = size // block * block
+    sums = [weight_RV[:, :whole].unflatten(1, (-1, block)).sum(-1), weight_RV[:, whole:].sum(-1, keepdim=True)]
+    cumulative_RN = torch.cat(sums, 1).cumsum(-1)
+    total_R1 = cumulative_RN[:, -1:].contiguous()
+    target_R1 = uniform_R[:, None] * total_R1
+    block_R1 = torch.searchsorted(cumulative_RN, target_R1, right=True)
+    block_R1 = torch.minimum(block_R1, torch.searchsorted(cumulative_RN, total_R1))  # as in `_draw_index`
+    block_R1 = block_R1.clamp_(max=cumulative_RN.shape[1] - 1)
+    before_R1 = cumulative_RN.gather(1, (block_R1 - 1).clamp_(min=0)).masked_fill_(block_R1 == 0, 0.0)
+    index_RC = block_R1 * block + torch.arange(block, device=weight_RV.device)
+    inner_RC = weight_RV.gather(1, index_RC.clamp(max=size - 1)).masked_fill_(index_RC >= size, 0.0).cumsum(-1)
+    # what rounding takes from the target leaves 0, which is drawn as the first index that has a weight
+    place_R1 = torch.searchsorted(inner_RC, (target_R1 - before_R1).clamp_(min=0.0), right=True)
+    place_R1 = torch.minimum(place_R1, torch.searchsorted(inner_RC, inner_RC[:, -1:].contiguous()))
+    index_R1 = (block_R1 * block + place_R1).clamp_(max=size - 1)
     return index_R1, weight_RV.gather(1, index_R1) / total_R1
 
 

@@ -86,9 +86,14 @@ class StopStrings:
 
     def may_be_near(self, tokens: Sequence[int], new_count: int) -> bool:
         """Returns whether a stop string appears to end within the `new_count` last tokens."""
-        # A token is at least one byte, so this many reach back to the beginning of a stop string.
-        reach = new_count + max(len(s.encode()) for s in self.strings)
-        return self._find(self.text(tokens[-reach:])) >= 0
+        return self._find(self.text(tokens[-self.reach(new_count) :])) >= 0
+
+    def reach(self, new_count: int) -> int:
+        """Returns how many of the last tokens reach back to the beginning of a stop string that ends within the
+        `new_count` last ones; 0 where there is no stop string.
+        """
+        # a token is at least one byte
+        return new_count + max(len(s.encode()) for s in self.strings) if self.strings else 0
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
         """Returns (tokens up to the one that completes the first stop string, the text before it, if there is one)."""

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tba.batch import to_device
 from tba.engines.decoding import DecodingRows, ReplyTokens
 from tba.engines.rules import LengthLimits, match_weights, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
+from tba.engines.staging import Staging
 from tba.engines.step import CudaGraphs, Step, describe_difference
 from tba.engines.stopping import StopStrings, find_stops
 from tba.errors import TbaError, UserError
@@ -43,8 +45,10 @@ from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopRe
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
-_STEPS_BETWEEN_LOOKS = 4  # where reading the tokens costs more than a step: on an accelerator, and for stop strings
+PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone), or more where
+# the memory of a GPU has room
+# where reading the tokens costs more than a step: for stop strings, and on an accelerator
+_STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS_ELSEWHERE = 4, 8
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _PROBE = 7  # tokens of the longest prompt of the self-test
 
@@ -57,7 +61,8 @@ class EngineSettings:
     """
 
     engine: Literal["transformers", "vllm", "auto"] = "transformers"  # the sampling engine; vllm has settings of its
-    # own, too; auto: vllm on CUDA if it is installed and passes a self-test at the start, else transformers
+    # own, too; auto: transformers on a CPU, for adapters, and for models of up to 2 billion parameters without experts
+    # and contexts of fewer than 8,192 tokens; else vllm, if it is installed and passes a self-test at the start
     slots: int = 64  # completions that are generated simultaneously
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
@@ -121,16 +126,20 @@ class TransformersEngine:
         version: Version | None = None,
         longest_prompt: int = 0,
         compiled: bool = False,
+        prefill_tokens: int | None = None,
     ) -> None:
         """longest_prompt: for which the slots have room from the first on where memory is scarce, on an accelerator: to
         grow, keys and values of both lengths would have to be held. compiled: what is captured of a decode step on a
-        GPU are the kernels that `torch.compile` makes.
+        GPU are the kernels that `torch.compile` makes. prefill_tokens: of prompts that are read together; None:
+        `PREFILL_TOKENS`.
 
         Raises `UserError` when the model's attention cannot be served (found out by a small self-test).
         """
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
+        self._staging = Staging(model.device)
+        self.prefill_tokens = PREFILL_TOKENS if prefill_tokens is None else prefill_tokens
         self._eos_ids, self._stops = find_stops(settings.stop_strings, tokenizer, model.config, model.generation_config)
         positions = most_positions(model.config)
         embeddings = len(model.get_input_embeddings().weight)
@@ -175,6 +184,10 @@ class TransformersEngine:
                 del value  # before the next one is made
         self._version = version
         self.step.require_comparison()
+
+    def stage(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Begin to copy `weights` to the device, beside what it computes; returns what is to be given to `load`."""
+        return self._staging.begin_copy(weights)
 
     def flow(
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
@@ -356,8 +369,9 @@ class TransformersFlow:
         self._turn_limits = partner.turn_limits if isinstance(partner, LimitsTurns) else None
         self._must_return = partner.must_return if isinstance(partner, EndsWaits) else lambda: False
         self.device = self.rows.eos_V.device
-        looks_are_cheap = self.device.type == "cpu" and not engine._stops.strings
-        self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
+        self.stride = _STEPS_BETWEEN_LOOKS if engine._stops.strings else 1
+        if self.device.type != "cpu":
+            self.stride = _STEPS_BETWEEN_LOOKS_ELSEWHERE
         self.steps_since_asking = _STEPS_BETWEEN_ASKING  # whether it is `interrupted`
 
     @property
@@ -503,7 +517,7 @@ class TransformersFlow:
             key = _tokens_key(prompt)
             if key not in distinct_prompts:
                 tokens += len(prompt.tokens)
-                if tokens > PREFILL_TOKENS and end > begin:
+                if tokens > self.engine.prefill_tokens and end > begin:
                     break
                 distinct_prompts[key] = prompt
             end += 1
@@ -529,13 +543,11 @@ class TransformersFlow:
         if self.sampling.repetition_penalty != 1:
             tokens = [torch.from_numpy(queue.prompts[p].prompt.tokens).long() for p in prompts.tolist()]
             self.rows.remember_tokens(rows, tokens)
-        self.rows.admit(
-            torch.tensor(rows, device=self.device),
-            torch.from_numpy(self.prompt_R[rows]).to(self.device),
-            torch.from_numpy(uniform).to(self.device),
-            batch.prompts.logits_PV[torch.tensor([place_of[p] for p in prompts.tolist()], device=self.device)],
-            self.sampling,
-        )
+        places = [place_of[p] for p in prompts.tolist()]
+        row_input = to_device(torch.from_numpy(np.stack([rows, self.prompt_R[rows], places])), self.device)
+        uniform_RT = to_device(torch.from_numpy(uniform), self.device)
+        logits_RV = batch.prompts.logits_PV[row_input[2]]
+        self.rows.admit(row_input[0], row_input[1], uniform_RT, logits_RV, self.sampling)
 
     def _request(self, number: int, version: Version, row: int = -1) -> _Request:
         return _Request(number, version, row, self.engine._stops, version)
@@ -569,7 +581,7 @@ class TransformersFlow:
         self.request_R[target] = self.request_R[source]
         for count_R in self._counts:
             count_R[target] = count_R[source]
-        source_R, target_R = torch.tensor([source, target], device=self.device)
+        source_R, target_R = to_device(torch.tensor([source, target]), self.device)
         self.rows.move(source_R, target_R)
         self.cache.move(source_R, target_R, int((self.prompt_R + self.count_R)[:extent].max()))
 
@@ -590,14 +602,14 @@ class TransformersFlow:
     def _find_finished_rows(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Returns the rows whose turn has ended. Only this method waits for the device."""
         n = self.extent
-        is_done_R = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
-        watched_rows = [row for row in np.flatnonzero(~is_done_R).tolist() if self.request_R[row].stops.strings]
-        if watched_rows:
-            tokens = self.rows.token_RT[:n].cpu().numpy()
-            for row in watched_rows:
-                request: _Request = self.request_R[row]
-                turn_ids = tokens[row, request.turn_start : self.count_R[row]].tolist()
-                is_done_R[row] = request.stops.may_be_near(turn_ids, self.stride)
+        requests: list[_Request] = self.request_R[:n].tolist()
+        reach = max((request.stops.reach(self.stride) for request in requests), default=0)
+        progress_RN = self.rows.progress(n, min(reach, self.settings.max_completion_tokens)).cpu().numpy()
+        is_done_R = (progress_RN[:, 0] > 0) | (self.count_R >= self.limit_R)[:n]
+        for row in np.flatnonzero(~is_done_R).tolist():
+            if requests[row].stops.strings:
+                turn_ids = progress_RN[row, 1:].tolist()[-(self.count_R[row] - requests[row].turn_start) :]
+                is_done_R[row] = requests[row].stops.may_be_near(turn_ids, self.stride)
         return np.flatnonzero(is_done_R)
 
     def _end_turns(self, finished_rows: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
@@ -608,8 +620,9 @@ class TransformersFlow:
         """
         if not len(finished_rows):
             return False
-        rows = torch.from_numpy(finished_rows).to(self.device)
-        token_ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
+        rows = to_device(torch.from_numpy(finished_rows), self.device)
+        tokens, log_behavior = self.rows.completions(rows, int(self.count_R[finished_rows].max()))
+        token_ids = tokens.tolist()
         self._require_finite(log_behavior, self.count_R[finished_rows])
         turns: list[Turn] = []
         for i, row in enumerate(finished_rows.tolist()):
@@ -741,12 +754,12 @@ class TransformersFlow:
         self.cache.fill([request.row], sequence, 0)
 
     def _append_replies(self, requests: Sequence[_Request]) -> None:
-        """Append the replies to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
+        """Append the replies to the rows, in as few passes as `prefill_tokens` allows, and draw a token."""
         pass_requests: list[_Request] = []
         tokens = 0
         for request in requests:
             assert request.reply_tokens is not None
-            if pass_requests and tokens + len(request.reply_tokens) > PREFILL_TOKENS:
+            if pass_requests and tokens + len(request.reply_tokens) > self.engine.prefill_tokens:
                 self._append_in_one_pass(pass_requests)
                 pass_requests, tokens = [], 0
             pass_requests.append(request)
@@ -766,8 +779,8 @@ class TransformersFlow:
         logits = Continuations(self.cache, rows, starts, unread_tokens).run(self.engine.model)
         row_N = np.repeat(np.array(rows, dtype=np.int64), end - begin)
         place_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
-        row_input = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
-        token_input = torch.from_numpy(np.stack([row_N, place_N, np.concatenate(replies)])).to(self.device)
+        row_input = to_device(torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])), self.device)
+        token_input = to_device(torch.from_numpy(np.stack([row_N, place_N, np.concatenate(replies)])), self.device)
         if self.sampling.repetition_penalty != 1:  # anew: a row may have drawn more behind the end of its turn
             prompts = [self.queue.prompt_of(request.number).tokens for request in requests]
             sequences = [np.concatenate([prompt, *pair]) for prompt, pair in zip(prompts, pairs, strict=True)]

@@ -20,7 +20,7 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Beginning, EpisodeReply, Hosts, InProcessHost, Question
 from tba.environments.turn_encoding import TurnEncoder
-from tba.protocols import Acted, Engine, Flow, Partner, ReportsFaults, Turn
+from tba.protocols import Acted, Engine, Flow, Partner, ReportsFaults, StagesWeights, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class EpisodeEngine:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         self.engine.load(weights, version)
+
+    def stage(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Begin to copy `weights` to the engine's device, if it does that; returns what is to be given to `load`."""
+        return self.engine.stage(weights) if isinstance(self.engine, StagesWeights) else weights
 
     def flow(
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None

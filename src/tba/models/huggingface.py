@@ -33,7 +33,7 @@ from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import SearcherWorkload, Shape
 from tba.models.precision import Precision, PrecisionName, choose_precision
-from tba.models.serving import find_mismatch
+from tba.models.serving import find_mismatch, own_engine_reason
 from tba.models.source import merged_if_adapter, resolve_model_path
 from tba.models.warm_start import WarmStart, prepare_warm_start, results_folder
 from tba.policy.causal import CausalPolicy
@@ -276,20 +276,35 @@ class HuggingFace:
         }
 
     def engine(self, version: Version, longest_prompt: int = 512) -> TransformersEngine | VllmEngine:
-        """Returns the engine that the settings name; by `auto` vLLM where it is on CUDA, and has shown that it samples
-        from the policy, and the log says which it is. A searcher finds that out before it loads its reference, which is
-        as large as what the test needs.
+        """Returns the engine that the settings name; by `auto` vLLM on CUDA where the model is large, has experts or
+        long contexts, once it has shown that it samples from the policy. The log says which it is and why. A searcher
+        finds that out before it loads its reference, which is as large as what the test needs.
         """
         if self.generation.engine == "vllm":
             return self._chosen_vllm(version, longest_prompt)
         if self.generation.engine == "auto":
-            vllm_engine = self._vllm_obstacle or self._try_vllm(version, longest_prompt)
+            vllm_engine = self._vllm_obstacle(longest_prompt) or self._try_vllm(version, longest_prompt)
             if not isinstance(vllm_engine, str):
                 log.info("answers are sampled by vllm, which has passed its self-test")
                 return vllm_engine
             log.info("answers are sampled by transformers: %s", vllm_engine)
         arguments = (self._base(), self.tokenizer(), self.generation, version)
-        return TransformersEngine(*arguments, longest_prompt, self.torch_compile)
+        prefill_tokens = self._prefill_tokens(longest_prompt)
+        return TransformersEngine(*arguments, longest_prompt, self.torch_compile, prefill_tokens)
+
+    def _prefill_tokens(self, longest_prompt: int) -> int | None:
+        """Returns the tokens of prompts that the engine reads together on a GPU; None: as many as on a CPU."""
+        if (gpu_bytes := self._gpu_bytes) is None or (shape := shape_of(self)) is None:
+            return None
+        workload = self._searcher_workload(longest_prompt, shape.positions)
+        return memory.prefill_tokens_within(shape, workload, int(_USABLE_SHARE * gpu_bytes))
+
+    @property
+    def _gpu_bytes(self) -> int | None:
+        """Returns the bytes of a searcher's share of its GPU; None where it has none."""
+        if self._device.type != "cuda":
+            return None
+        return int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
@@ -357,13 +372,15 @@ class HuggingFace:
             cache_bytes = partial(self._cache_bytes, longest_prompt)
             return VllmEngine(self._full_path, self.tokenizer(), *settings, longest_prompt, cache_bytes, version, base)
 
-    @property
-    def _vllm_obstacle(self) -> str:
+    def _vllm_obstacle(self, longest_prompt: int) -> str:
         """Returns why `auto` does not try vLLM at all; empty: it does."""
         if self._device.type != "cuda" or self.dtype == "4-bit":
             return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
         rules = self.generation.allowed_first_tokens or self.generation.forbidden_first_tokens
-        return "vllm has no rule for the first token of an answer" if rules else ""
+        if rules:
+            return "vllm has no rule for the first token of an answer"
+        positions = longest_prompt + self.max_completion_tokens
+        return own_engine_reason(shape_of(self), positions, has_adapters=self.lora.rank > 0)
 
     def _try_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
         """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
@@ -402,11 +419,9 @@ class HuggingFace:
         """Returns the bytes of keys and values that vLLM is given on each GPU."""
         if self.vllm.cache_gb is not None:
             return int(self.vllm.cache_gb * 1e9)
-        shape, gpu_bytes = Shape.of(config), None
+        shape = Shape.of(config)
         workload = self._searcher_workload(longest_prompt, shape.positions)
-        if self._device.type == "cuda":
-            gpu_bytes = int(float(os.environ.get(GPU_SHARE, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
-        return memory.vllm_bytes(shape, workload, self.vllm.tensor_parallel, gpu_bytes)["keys and values"]
+        return memory.vllm_bytes(shape, workload, self.vllm.tensor_parallel, self._gpu_bytes)["keys and values"]
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:

@@ -31,12 +31,15 @@ from transformers import AutoModelForCausalLM
 
 from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
+from tba.gpus import free_gpu_bytes
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 from tba.pretrained import most_positions
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
 SCORED_TOKENS = 8192  # tokens of a pass of the reference (`FrozenReference`)
+_MOST_PREFILL_TOKENS = 4 * PREFILL_TOKENS
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # their names in configurations
 _BLOCK = 128  # positions in a block of vLLM's keys and values, at most
 _GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
 
@@ -59,6 +62,7 @@ class Shape:
     is_tied: bool
     positions: int  # tokens of the longest prompt and completion
     linear: Mapping[str, tuple[int, int]]  # the linear layers of one layer: (in, out) by name
+    has_experts: bool = False  # of which each token computes with a few
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -91,6 +95,7 @@ class Shape:
             positions=most_positions(text) or sys.maxsize,
             is_tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
+            has_experts=any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_COUNTS),
         )
 
     @property
@@ -179,11 +184,11 @@ class SearcherWorkload:
     parked_bytes: int | None = None  # of the keys and values of those that wait; None: as many as of the slots
 
 
-def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
-    """Returns the bytes of the transformers engine, by part."""
+def engine_bytes(shape: Shape, work: SearcherWorkload, prefill_tokens: int = PREFILL_TOKENS) -> Bytes:
+    """Returns the bytes of the transformers engine, by part. prefill_tokens: of prompts that are read together."""
     i, is_cuda = work.precision.compute.itemsize, work.device == "cuda"
     longest_read = work.positions if work.parks else work.prompt  # what was dropped is read again
-    tokens = max(PREFILL_TOKENS, longest_read)  # read together; their keys and values stay until all are copied to rows
+    tokens = max(prefill_tokens, longest_read)  # read together; their keys and values stay until all are copied to rows
     prompts = tokens * shape.layers * 2 * shape.keys * i
     # its last layer, or, when all keys are put together, a second copy of them
     prefill = prompts + tokens * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
@@ -199,6 +204,17 @@ def engine_bytes(shape: Shape, work: SearcherWorkload) -> Bytes:
         # logits of each graph, and of the largest what its draw needs, none of which is shared with other work
         "captured steps": shape.vocabulary * (sum(captured_sizes(work.slots)) * i + work.slots * 3 * 4) * is_cuda,
     } | _matrix_bytes(shape, work.precision)
+
+
+def prefill_tokens_within(shape: Shape, work: SearcherWorkload, room: int) -> int:
+    """Returns how many tokens of prompts the transformers engine reads together, where it and the reference have `room`
+    bytes: 2,048, or a multiple up to `_MOST_PREFILL_TOKENS`.
+    """
+    reference = total(reference_bytes(shape, work))
+    tokens = _MOST_PREFILL_TOKENS
+    while tokens > PREFILL_TOKENS and total(engine_bytes(shape, work, tokens)) + reference > room:
+        tokens //= 2
+    return tokens
 
 
 def vllm_bytes(shape: Shape, work: SearcherWorkload, gpus: int = 1, room: int | None = None) -> Bytes:
@@ -283,13 +299,13 @@ def _logit_bytes(shape: Shape, work: TrainerWorkload, kept_bytes: int) -> tuple[
     probabilities that it keeps.
     """
     i = work.precision.compute.itemsize
-    kept_tokens = kept_bytes // (shape.vocabulary * i)
-    chunk = min(chunk_of(shape.vocabulary, torch.device(work.device)), work.tokens - kept_tokens)
-    chunk_bytes = chunk * shape.vocabulary * i
+    other_tokens = work.tokens - kept_bytes // (shape.vocabulary * i)
+    chunk = chunk_of(shape.vocabulary, torch.device(work.device))
     if i == 4 and work.device == "cpu":  # in place
+        chunk_bytes = min(chunk, other_tokens) * shape.vocabulary * i
         return chunk_bytes, chunk_bytes
-    float32_bytes = 8 * shape.vocabulary  # logits in float32, and the logarithms of their probabilities
-    return chunk_bytes + max(kept_tokens, chunk) * float32_bytes, chunk_bytes + chunk * float32_bytes
+    token_bytes = shape.vocabulary * (i + 8)  # logits as they come, in float32, and the logarithms of probabilities
+    return min(chunk, work.tokens) * token_bytes, min(chunk, other_tokens) * token_bytes
 
 
 def _copy_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
@@ -316,8 +332,7 @@ def free_bytes(device: torch.device) -> int | None:
     system does not say.
     """
     if device.type == "cuda":
-        kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept_bytes
+        return free_gpu_bytes(device)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

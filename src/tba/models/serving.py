@@ -1,9 +1,10 @@
-"""Tests whether an engine samples from the policy: the self-test by which `--model.generation.engine auto` takes vLLM.
+"""Says which engine `--model.generation.engine auto` takes: by a rule of the model and its contexts, and where that
+prefers vLLM by a self-test. The rule is by what the engines do; it was not measured on a GPU.
 
-Invariant: what is compared are log-probabilities of tokens that the engine has drawn, as it says them and as the
-policy's own forward gives them: with the weights that both began with, after an update of every weight, and after an
-update back, which restores them to the bit. The update flips one bit of the mantissa of each number, so that undoing it
-needs no second copy.
+Invariant of the self-test: what is compared are log-probabilities of tokens that the engine has drawn, as it says them
+and as the policy's own forward gives them: with the weights that both began with, after an update of every weight, and
+after an update back, which restores them to the bit. The update flips one bit of the mantissa of each number, so that
+undoing it needs no second copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from tba.types import Completion, Prompt, Sampling
 if TYPE_CHECKING:
     from tba.engines.transformers import TransformersEngine
     from tba.engines.vllm import VllmEngine
+    from tba.models.memory import Shape
 
+OWN_ENGINE_PARAMETERS = 2 * 10**9  # of the largest model that `auto` samples from by the transformers engine on a GPU
+LONG_CONTEXT = 8192  # tokens, from which on it does not
 # of the mean |difference| of a token: float32 sums in another order; in 16 bits engine and trainer differ by 0.01
 TOLERANCE = {4: 1e-3, 2: 0.03}
 _ROUNDED_TOLERANCE = 0.2  # of an engine that rounds weights, keys or values further than the policy
@@ -32,6 +36,20 @@ _MIN_SHIFT = 4.0  # times that tolerance an update has to move log-probabilities
 _PROMPTS, _ANSWERS, _MAX_PROMPT_TOKENS = 4, 4, 32  # of the self-test; answers are to each prompt
 _TOKENS = 32  # of an answer, about
 _INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def own_engine_reason(shape: Shape | None, positions: int, has_adapters: bool) -> str:
+    """Returns why the transformers engine samples on a GPU, in words; empty: vLLM is preferred.
+
+    shape: the model's; None: unknown. positions: tokens of the longest prompt and answer. has_adapters: those of the
+    model are trained.
+    """
+    if has_adapters:
+        return "its adapters share the base with the reference, which vllm would hold once more, merged"
+    if shape is None or shape.has_experts or positions >= LONG_CONTEXT or shape.parameters > OWN_ENGINE_PARAMETERS:
+        return ""
+    size = f"{shape.parameters / 1e9:.1f} billion parameters and contexts of {positions:,} tokens"
+    return f"the model is small, with {size}"
 
 
 def find_mismatch(

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 # Logits of the head at a time. On a CPU 16 MiB of float32, which stay in its cache. Elsewhere the head's weights are
 # read, and its gradient read and written, once per chunk: 512 MiB make this little.
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**27
-KEPT_BYTES = 3 * 2**27  # of probabilities that the head keeps for its backward pass
+KEPT_BYTES = 3 * 2**27  # of probabilities that the head keeps for its backward pass, at least
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class CausalPolicy:
         temperature: float = 1.0,
         share_prompt: bool = True,
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as suit the device
-        kept_bytes: int = KEPT_BYTES,  # vocabulary-wide rows kept for the backward pass; others are computed again
+        kept_bytes: int = KEPT_BYTES,  # vocabulary-wide rows kept for the backward pass; others are computed again (a
+        # GPU keeps what else is free)
         gradient_checkpointing: bool | Callable[[int], bool] = False,  # or in which passes, by their tokens
         compiled: bool = False,
         heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts
@@ -114,6 +115,7 @@ class CausalPolicy:
         self.padding_reason = ""  # why each row takes a forward of its own, padded, although prompts were to be shared
         if not is_unfilled:
             self._probe()
+        self._compiled = compiled
         if compiled:
             _compile_layers(model)
         self._sharded_model: ShardedModel | None = None
@@ -276,7 +278,7 @@ class CausalPolicy:
         """Returns the linear head, and how many tokens' logits are computed at once."""
         layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
         chunk = self._vocab_chunk or chunk_of(len(layer.weight), device)
-        return Head(layer.weight, layer.bias, self._softcap), chunk
+        return Head(layer.weight, layer.bias, self._softcap, self._compiled), chunk
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""

@@ -4,8 +4,10 @@ Invariant: equal to `log_softmax(head(hidden) / temperature)` in float32 at the 
 
 With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are one matrix product with p - onehot(y). It is
 formed in float32, because little is left of it where p_y is near 1, and kept for the first tokens, as many as
-`KeptProbabilities` may hold; for the others it is computed again, a chunk at a time. Chunks are added up in float32
-(except those of a head with a softcap, whose gradient is autograd's, in the weight's type).
+`ProbabilityBuffer` may hold; for the others it is computed again, a chunk at a time. What is kept is made in chunks and
+read by one product for each gradient. Products are added up in float32 (except those of a head with a softcap, whose
+gradient is autograd's, in the weight's type). Logits are rounded to the weight's type, because the engine rounds them
+so: exact ones would be farther from what it sampled with.
 
 The entropy of p costs nothing beside this: it is E[z_y - z] - log p_y over p, and E[z - z_y] = hidden . (p - onehot(y))
 W, a product that the backward pass makes.
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,8 +37,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tba.gpus import free_gpu_bytes
 from tba.protocols import HEADS
 
+_KEPT_SHARE = 0.75  # of a GPU's memory that is free beside all that the head needs, for what it keeps
 _LEAST_PROBABILITY = torch.finfo(torch.float32).tiny  # of what others leave, whose logarithm has to be finite
 
 
@@ -47,6 +51,7 @@ class Head:
     weight_VW: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
+    compiled: bool = False  # torch.compile makes p - onehot(y) of logits in one kernel, where p is kept
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head | None:
@@ -69,18 +74,27 @@ class Head:
 
 
 class ProbabilityBuffer:
-    """A buffer of at most `limit` bytes, lent by a forward to its backward and reused by the next forward.
+    """A buffer lent by a forward to its backward: of at most `limit` bytes, or on a GPU as large as the free memory
+    allows.
 
-    New memory costs more than its first use (every page of it is a fault), so one buffer stays.
+    On the host one buffer stays for the next forward: new memory costs more than its first use (every page of it is a
+    fault). A GPU's memory goes back to torch's allocator, which has it for the layers' backward.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, free_bytes: Callable[[torch.device], int | None] = free_gpu_bytes) -> None:
+        self._limit, self._free_bytes = limit, free_bytes
         self._buffer: Tensor | None = None
 
-    def capacity(self, weight_VW: Tensor) -> int:
-        """Returns how many tokens' probabilities fit."""
-        return self._limit // (len(weight_VW) * weight_VW.element_size())
+    def capacity(self, weight_VW: Tensor, chunk: int, tokens: int) -> int:
+        """Returns how many of so many tokens' probabilities are kept. chunk: tokens whose logits are there besides."""
+        row_bytes, limit = len(weight_VW) * weight_VW.element_size(), self._limit
+        if (free_bytes := self._free_bytes(weight_VW.device)) is not None:
+            work_bytes = chunk * (row_bytes + 8 * len(weight_VW))  # logits, and in float32 with their logarithms
+            # gradients of the weight in float32 and in its type; of the hidden states, and these scaled
+            work_bytes += weight_VW.numel() * (4 + weight_VW.element_size())
+            work_bytes += 3 * tokens * weight_VW.shape[1] * weight_VW.element_size()
+            limit = max(limit, int(_KEPT_SHARE * (free_bytes - work_bytes)))
+        return min(tokens, limit // row_bytes)
 
     def lend(self, rows: int, like_VW: Tensor) -> Tensor:
         """Returns [rows, V], of undefined content, with the weight's dtype and device."""
@@ -92,6 +106,8 @@ class ProbabilityBuffer:
 
     def give_back(self, rows_KV: Tensor) -> None:
         """Take back rows whose content is no longer needed."""
+        if rows_KV.device.type != "cpu":
+            return
         buffer = rows_KV._base if rows_KV._base is not None else rows_KV
         if self._buffer is None or len(self._buffer) < buffer.numel():
             self._buffer = buffer.view(-1)
@@ -115,7 +131,7 @@ def token_log_probabilities(
         entropy_M = target_M.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
         return _TokenLogProbabilities.apply(
-            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M
+            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M, head.compiled
         )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
@@ -236,19 +252,17 @@ class _TokenLogProbabilities(torch.autograd.Function):
         chunk: int,
         buffer: ProbabilityBuffer,
         entropy_M: Tensor,
+        compiled: bool,
     ) -> Tensor:
         tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
-        kept_count = min(tokens, buffer.capacity(weight_VW)) if needs_gradient else 0
+        kept_count = buffer.capacity(weight_VW, chunk, tokens) if needs_gradient else 0
         surplus_KV = buffer.lend(kept_count, weight_VW)
-        chunk_CV = weight_VW.new_empty(min(chunk, tokens - kept_count), len(weight_VW))
         log_M = hidden_MW.new_empty(tokens, dtype=torch.float32)
-        for rows in _blocks(tokens, kept_count, chunk):
-            if rows.stop > kept_count and not _in_place(chunk_CV):
-                log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
-                log_M[rows] = log_CV.gather(1, target_M[rows, None])[:, 0]
-                continue
-            out = surplus_KV if rows.stop <= kept_count else chunk_CV[: rows.stop - rows.start]
-            log_M[rows] = _surplus(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
+        arguments = hidden_MW, weight_VW, bias_V, target_M, temperature, chunk, surplus_KV, log_M
+        if _in_place(surplus_KV):
+            _log_in_place(*arguments)
+        else:
+            _log_of_chunks(*arguments, compiled)
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M, log_M if len(entropy_M) else None)
         ctx.temperature, ctx.chunk, ctx.buffer, ctx.surplus_KV = temperature, chunk, buffer, surplus_KV
         ctx.entropy_M = entropy_M  # to be written, not read: it is not saved
@@ -261,11 +275,10 @@ class _TokenLogProbabilities(torch.autograd.Function):
         if ctx.surplus_KV is None:
             raise RuntimeError("log-probabilities are differentiated once: evaluate again for another gradient")
         kept_count, vocabulary = ctx.surplus_KV.shape
-        scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
+        scale_M1 = (grad_M / -ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
-        # under adapters the weight is frozen: then neither the memory nor the work of its gradient is spent
-        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         chunk_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - kept_count), vocabulary)
         for rows in _blocks(len(hidden_MW), kept_count, ctx.chunk):
@@ -280,15 +293,15 @@ class _TokenLogProbabilities(torch.autograd.Function):
                 if bias_V is not None:
                     above_C += (d_CV @ bias_V).float()
                 torch.sub(-log_M[rows], above_C, alpha=1 / ctx.temperature, out=ctx.entropy_M[rows])
-            if grad_weight is not None:
-                _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], is_first=rows.start == 0)
+            if ctx.needs_input_grad[1]:  # under adapters the weight is frozen: nothing is spent on its gradient
+                grad_weight = _add_product(grad_weight, d_CV.T, scaled_MW[rows])
             if grad_bias is not None:
-                grad_bias -= d_CV.T @ scale_M1[rows, 0]
+                grad_bias += d_CV.T @ scale_M1[rows, 0]
         ctx.buffer.give_back(ctx.surplus_KV)
         ctx.surplus_KV = None
-        grad_hidden.mul_(scale_M1).neg_()
+        grad_hidden.mul_(scale_M1)
         grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, *grads, None, None, None, None, None
+        return grad_hidden, *grads, None, None, None, None, None, None
 
 
 class _BucketLogProbabilities(torch.autograd.Function):
@@ -312,13 +325,11 @@ class _BucketLogProbabilities(torch.autograd.Function):
         entropy_M: Tensor,
     ) -> Tensor:
         tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
-        kept_count = min(tokens, buffer.capacity(weight_VW)) if needs_gradient else 0
+        kept_count = buffer.capacity(weight_VW, chunk, tokens) if needs_gradient else 0
         kept_KV = buffer.lend(kept_count, weight_VW)
         log_MJ = hidden_MW.new_empty(tokens, bucket_MJ.shape[1] + 1, dtype=torch.float32)
         is_whole = bucket_MJ.shape[1] > len(weight_VW)  # the other tokens are the vocabulary: nothing is left
-        starts = [*range(0, kept_count, chunk), *range(kept_count, tokens, chunk)]
-        for start, stop in zip(starts, [*starts[1:], tokens], strict=True):
-            rows = slice(start, stop)
+        for rows in (*_chunks(0, kept_count, chunk), *_chunks(kept_count, tokens, chunk)):
             log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
             log_MJ[rows, :-1] = log_CV.gather(1, bucket_MJ[rows])
             rest_CV = log_CV.exp_()
@@ -326,7 +337,7 @@ class _BucketLogProbabilities(torch.autograd.Function):
                 entropy_M[rows] = torch.special.entr(rest_CV).sum(-1)
             rest_C = _without_others(rest_CV, bucket_MJ[rows]).sum(-1)
             log_MJ[rows, -1] = rest_C.clamp_min(0.0 if is_whole else _LEAST_PROBABILITY).log()
-            if stop <= kept_count:
+            if rows.stop <= kept_count:
                 kept_KV[rows] = rest_CV
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, bucket_MJ, log_MJ)
         ctx.temperature, ctx.chunk, ctx.buffer, ctx.kept_KV = temperature, chunk, buffer, kept_KV
@@ -345,7 +356,7 @@ class _BucketLogProbabilities(torch.autograd.Function):
             torch.where(p_MJ[:, -1] > 0, slope_MJ[:, -1] / p_MJ[:, -1], 0.0) - sum_M
         )  # of p at all but the others
         grad_hidden = torch.empty_like(hidden_MW)
-        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for rows in _blocks(len(hidden_MW), kept_count, ctx.chunk):
             bucket_CJ, d_CV = bucket_MJ[rows], ctx.kept_KV
@@ -362,8 +373,8 @@ class _BucketLogProbabilities(torch.autograd.Function):
             torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
             if grad_bias is not None:
                 grad_bias += d_CV.float().sum(0)
-            if grad_weight is not None:
-                _subtract_product(grad_weight, d_CV.neg_().T, hidden_MW[rows], is_first=rows.start == 0)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _add_product(grad_weight, d_CV.T, hidden_MW[rows])
         ctx.buffer.give_back(ctx.kept_KV)
         ctx.kept_KV = None
         grads = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
@@ -375,20 +386,87 @@ def _without_others(p_CV: Tensor, bucket_CJ: Tensor) -> Tensor:
     return p_CV.scatter_(1, bucket_CJ[:, 1:], 0.0)
 
 
-def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, is_first: bool) -> None:
-    """Computes sum -= d @ scaled, in float32 whatever the factors are; the first product sets the sum."""
+def _add_product(sum_VW: Tensor | None, d_VC: Tensor, factor_CW: Tensor) -> Tensor:
+    """Returns sum + d @ factor in float32, whatever the factors are; None: 0. The sum may be changed in place."""
     if d_VC.dtype == torch.float32:
-        sum_VW.addmm_(d_VC, scaled_CW, beta=float(not is_first), alpha=-1)
-    elif is_first:
-        sum_VW.copy_(d_VC @ scaled_CW).neg_()
+        return d_VC @ factor_CW if sum_VW is None else sum_VW.addmm_(d_VC, factor_CW)
+    if d_VC.device.type in ("cuda", "meta") and torch.version.hip is None:
+        product_VW = torch.mm(d_VC, factor_CW, out_dtype=torch.float32)  # which other devices do not have
     else:
-        sum_VW -= d_VC @ scaled_CW
+        product_VW = d_VC @ factor_CW
+    return product_VW.float() if sum_VW is None else sum_VW.add_(product_VW)
+
+
+def _chunks(start: int, stop: int, chunk: int) -> list[slice]:
+    """Returns the rows from `start` up to `stop`, `chunk` at a time."""
+    return [slice(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
 
 
 def _blocks(tokens: int, kept_count: int, chunk: int) -> list[slice]:
     """Returns the rows of the kept tokens as one block, those of the others in chunks."""
-    starts = [0] * (kept_count > 0) + list(range(kept_count, tokens, chunk))
-    return [slice(a, b) for a, b in zip(starts, [*starts[1:], tokens], strict=True)]
+    return [*_chunks(0, kept_count, max(1, kept_count)), *_chunks(kept_count, tokens, chunk)]
+
+
+def _log_in_place(
+    hidden_MW: Tensor,
+    weight_VW: Tensor,
+    bias_V: Tensor | None,
+    target_M: Tensor,
+    temperature: float,
+    chunk: int,
+    surplus_KV: Tensor,
+    log_M: Tensor,
+) -> None:
+    """Writes the targets' log-probabilities into `log_M`, and softmax(z) - onehot(target) of the first ones into
+    `surplus_KV`, in the memory of their logits.
+    """
+    tokens, kept_count = len(hidden_MW), len(surplus_KV)
+    chunk_CV = weight_VW.new_empty(min(chunk, tokens - kept_count), len(weight_VW))
+    for rows in _blocks(tokens, kept_count, chunk):
+        out = surplus_KV if rows.stop <= kept_count else chunk_CV[: rows.stop - rows.start]
+        log_M[rows] = _surplus(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
+
+
+def _log_of_chunks(
+    hidden_MW: Tensor,
+    weight_VW: Tensor,
+    bias_V: Tensor | None,
+    target_M: Tensor,
+    temperature: float,
+    chunk: int,
+    surplus_KV: Tensor,
+    log_M: Tensor,
+    compiled: bool,
+) -> None:
+    """Does what `_log_in_place` does, with logits that are there in float32 a chunk at a time."""
+    kept_count = len(surplus_KV)
+    for rows in (*_chunks(0, kept_count, chunk), *_chunks(kept_count, len(hidden_MW), chunk)):
+        if compiled and rows.stop <= kept_count:
+            z_CV = torch.nn.functional.linear(hidden_MW[rows], weight_VW, bias_V)
+            log_M[rows] = _compiled_surplus()(z_CV, target_M[rows], temperature, surplus_KV[rows])
+            continue
+        log_CV = _log_softmax(hidden_MW[rows], weight_VW, bias_V, temperature)
+        torch.gather(log_CV, 1, target_M[rows, None], out=log_M[rows, None])
+        if rows.stop <= kept_count:
+            torch.exp(log_CV, out=surplus_KV[rows])
+    if not compiled:
+        _take_one_from_target(surplus_KV, target_M[:kept_count], log_M[:kept_count])
+
+
+@cache
+def _compiled_surplus() -> Callable[[Tensor, Tensor, float, Tensor], Tensor]:
+    return torch.compile(_surplus_of_logits, dynamic=True)
+
+
+def _surplus_of_logits(z_CV: Tensor, target_C: Tensor, temperature: float, out_CV: Tensor) -> Tensor:
+    """Writes softmax(z / temperature) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in
+    float32.
+    """
+    log_CV = torch.log_softmax(z_CV.float() / temperature, -1)
+    log_C1 = log_CV.gather(1, target_C[:, None])
+    is_target_CV = torch.arange(z_CV.shape[1], device=z_CV.device) == target_C[:, None]
+    out_CV.copy_(torch.where(is_target_CV, torch.expm1(log_C1), log_CV.exp()))
+    return log_C1[:, 0]
 
 
 def _surplus(
@@ -396,8 +474,13 @@ def _surplus(
 ) -> Tensor:
     """Writes softmax(z) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
     log_C = _probabilities(hidden_CW, weight_VW, bias_V, temperature, target_C, out_CV)
-    out_CV.scatter_(1, target_C[:, None], torch.expm1(log_C).to(out_CV.dtype)[:, None])
+    _take_one_from_target(out_CV, target_C, log_C)
     return log_C
+
+
+def _take_one_from_target(p_CV: Tensor, target_C: Tensor, log_C: Tensor) -> None:
+    """Sets the targets' probabilities, whose logarithms are given, to themselves minus 1, in place."""
+    p_CV.scatter_(1, target_C[:, None], torch.expm1(log_C).to(p_CV.dtype)[:, None])
 
 
 def _probabilities(

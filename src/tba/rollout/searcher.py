@@ -54,6 +54,7 @@ from tba.protocols import (
     PublishedWeights,
     Reference,
     ScoredByCalls,
+    StagesWeights,
     WeightSource,
 )
 from tba.rollout import stages
@@ -458,7 +459,7 @@ class Searcher:
             if newest_weights is not None:
                 self._note_manifest(newest_weights)
                 if newest_weights.version > self.engine.version:
-                    self._weights_future = call_in_thread("weights", _read, newest_weights)
+                    self._weights_future = call_in_thread("weights", _read, newest_weights, self.engine)
 
     def _note_manifest(self, published: PublishedWeights) -> None:
         """Remember the newest manifest, and how fast the trainer makes updates."""
@@ -829,9 +830,13 @@ def _completions_by_prompt(batches: Iterable[Sequence[OpenAnswer]]) -> list[tupl
     return [(answers[0].group.prompt, [answer.completion for answer in answers]) for answers in batches]
 
 
-def _read(published: PublishedWeights) -> PublishedWeights:
-    """Returns published weights once all of them are in memory, so that loading them is only copying."""
+def _read(published: PublishedWeights, engine: Engine) -> PublishedWeights:
+    """Returns published weights once all of them are in memory, and on their way to the engine's device, so that
+    loading them is only copying.
+    """
     weights = published.read()
     for tensor in weights.values():
         tensor.flatten()[::_PAGE_NUMBERS].sum()
+    if isinstance(engine, StagesWeights):
+        weights = engine.stage(weights)
     return PublishedWeights(published.version, published.manifest, lambda: weights)

@@ -4,6 +4,9 @@ It consumes batches of trajectories (`batch_queue`), which come through the jour
 a searcher's round unblocks, and before it changes the weights until those published last are written. It publishes the
 weights every k steps, in a folder that searchers poll, and waits for nobody to load them. It is the same in every
 runtime: `inline` alternates `step` with a searcher's round.
+
+On a GPU an update after which nothing is published is read and recorded while the GPU computes the next step, if the
+next batch is there.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
 from tba.training.staleness_controller import Controller
-from tba.training.trainer import Metrics, Trainer
+from tba.training.trainer import BegunStep, Metrics, Trainer
 from tba.types import Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
@@ -83,6 +86,19 @@ def run_trainer(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], mee
         loop.finish()
     finally:
         loop.close()
+
+
+@dataclass
+class _UnfinishedStep:
+    """A step of the loop whose update has not been read and recorded."""
+
+    fetched: FetchedBatch
+    work: BegunStep
+    wait_seconds: float
+    start: float  # by `time.perf_counter`
+    cpu_start: float  # by `time.thread_time`, once the batch was there
+    seconds: float | None = None  # of the whole step, if another has begun
+    cpu_seconds: float = 0.0
 
 
 @dataclass
@@ -121,6 +137,7 @@ class TrainerLoop:
     versions_left_out: int = 0  # which were to be published while another was written
     began_training: float | None = None
     ended_training: float = 0.0
+    _unfinished_step: _UnfinishedStep | None = None
     _last_interval: int = 0  # updates between the two versions that were published last
     _searchers_are_held: bool = False  # once they have sent what the newest manifest allows
     _searcher_metrics: dict[str, float] = field(default_factory=dict)
@@ -132,27 +149,63 @@ class TrainerLoop:
 
     def step(self) -> None:
         """Make one optimizer step: take a batch, update, publish the weights if they are due, and record it."""
-        trainer, began = self.trainer, time.perf_counter()
+        trainer, start = self.trainer, time.perf_counter()
         self.score()
+        if (earlier_step := self._unfinished_step) is not None:
+            if self.batches.prefetched_batch is None:  # before the trainer waits
+                self._finish_step(earlier_step)
+            else:
+                earlier_step.seconds = start - earlier_step.start
+                earlier_step.cpu_seconds = time.thread_time() - earlier_step.cpu_start
         try:
-            fetched = self.batches.next(trainer.version, trainer.published)
+            fetched = self.batches.next(trainer.expected_version, trainer.published)
         except StopRequested:
             return
-        wait_seconds, version_before, cpu_began = time.perf_counter() - began, trainer.version, time.thread_time()
-        metrics = trainer.step(fetched)
+        wait_seconds, cpu_start = time.perf_counter() - start, time.thread_time()
+        step = _UnfinishedStep(fetched, trainer.begin(fetched), wait_seconds, start, cpu_start)
+        if self._unfinished_step is not None:
+            self._finish_step(self._unfinished_step, is_late=True)
+        if not self._may_finish_later():
+            self._finish_step(step)
+            return
+        self._unfinished_step = step
+        trainer.launch(step.work)
+        if self._is_due_at(trainer.expected_version):
+            self._finish_step(step)
+
+    def _may_finish_later(self) -> bool:
+        """Returns whether an update can be read after the next step has begun: the device decides on it, and that step
+        changes nothing that belongs to this one.
+        """
+        has_state = isinstance(self.trainer.objective, Remembering)
+        return self.trainer.optimizer.device_decides and not has_state and self.ranks is None
+
+    def _is_due_at(self, version: Version) -> bool:
+        """Returns whether there is more to do at a version than to record the step that made it."""
+        is_published = self.trainer.is_sync_due(version) and not self._may_leave_out()
+        return is_published or version.step >= self.recipe.steps or self.references.is_due(version)
+
+    def _finish_step(self, step: _UnfinishedStep, is_late: bool = False) -> None:
+        """Read what came of an update, publish the weights if they are due, and record the step. is_late: the next step
+        has begun, so that a version that is due is left to it.
+        """
+        trainer, version_before, self._unfinished_step = self.trainer, self.trainer.version, None
+        metrics = trainer.finish(step.work)
         is_reset = self.references.is_due(trainer.version)
-        if is_reset or (trainer.should_publish and not self._may_leave_out()):
+        if is_reset or (trainer.should_publish and not (is_late or self._may_leave_out())):
             self.publish(is_reset)
-        elif trainer.should_publish:  # the version before is still being written: a newer one follows it
+        elif trainer.should_publish:  # the version before is, or was, still being written: a newer one follows it
             self.versions_left_out += 1
         if is_reset:
             self._reset_reference()
-        cpu_seconds, seconds = time.thread_time() - cpu_began, time.perf_counter() - began
-        metrics |= {"wait_seconds": wait_seconds, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        if step.seconds is None:
+            step.seconds = time.perf_counter() - step.start
+            step.cpu_seconds = time.thread_time() - step.cpu_start
+        metrics |= {"wait_seconds": step.wait_seconds, "seconds": step.seconds, "cpu_seconds": step.cpu_seconds}
         self.trained_batches += 1
         if isinstance(trainer.policy, Rank0Policy):
             trainer.policy.checkpoint_thread.raise_error()
-        self._record(version_before, fetched, metrics)
+        self._record(version_before, step.fetched, metrics)
         if self._is_checkpoint_due():
             self.checkpoint()
         self.memory.give_back()
@@ -229,6 +282,8 @@ class TrainerLoop:
 
     def finish(self) -> None:
         """Publish the last version, write a checkpoint of it, and report the faults that only the whole run shows."""
+        if self._unfinished_step is not None:
+            self._finish_step(self._unfinished_step)
         self._finish_watches()
         if self.trainer.published != self.trainer.version:
             self.publish()

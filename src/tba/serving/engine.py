@@ -26,7 +26,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.markup import decode_tokens
-from tba.protocols import Engine, Flow, Model, Partner, PromptSource, Tokenizer, Turn, TurnLimits
+from tba.protocols import Engine, Flow, Model, Partner, PromptSource, StagesWeights, Tokenizer, Turn, TurnLimits
 from tba.rollout.searcher import OpenAnswer
 from tba.serving.chat import RequestRefused
 from tba.serving.episode import SampledAnswer
@@ -212,6 +212,10 @@ class ServedEngine:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         self.engine.load(weights, version)
+
+    def stage(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Begin to copy `weights` to the engine's device, if it does that; returns what is to be given to `load`."""
+        return self.engine.stage(weights) if isinstance(self.engine, StagesWeights) else weights
 
     def flow(
         self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None

@@ -1,7 +1,8 @@
 """AdamW with float32 state, a schedule for the learning rate, and the gradient's norm clipped.
 
 Invariant: a gradient that is not finite never reaches the weights or the moments. `Optimizer.step` checks its norm
-first, changes nothing when that is not finite, and returns it.
+first, changes nothing when that is not finite, and returns it. A GPU checks it by itself: the update is launched before
+the host reads the norm, so that the GPU does not idle while the host waits and launches.
 
 Of sharded parameters (`tba.sharding`) each rank updates its rows and has the moments of these only. The norm is that of
 the whole gradient, added up in one order on every rank, so that all of them decide alike. Parameters that are whole on
@@ -33,6 +34,7 @@ from tba.types import Json
 
 STATE_FILE = "optimizer.safetensors"
 FACTS_FILE = "optimizer.json"
+_CLIP_EPSILON = 1e-6  # which torch's clipping adds to the norm
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 
 
@@ -68,6 +70,13 @@ class OptimizerSettings:
         return Optimizer(self, parameters, heads)
 
 
+class _AdamW(torch.optim.AdamW):
+    """AdamW with what torch's fused kernels read of an optimizer if it is there, as `torch.amp.GradScaler` sets it."""
+
+    found_inf: Tensor  # 1: no update is made
+    grad_scale: Tensor  # the gradient is divided by it
+
+
 class Optimizer:
     """torch's fused AdamW over the policy's parameters. `settings.start` makes one.
 
@@ -91,8 +100,11 @@ class Optimizer:
         peaks = (settings.lr, settings.lr if settings.head_lr is None else settings.head_lr)
         masters = (body_masters, head_masters)
         groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip(masters, peaks, strict=True) if g]
-        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
+        self._adamw = _AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
         self._moment_updates = 0  # updates since the moments were zero
+        # a GPU makes or leaves out an update without the host; averages and moments on the host need its decision
+        is_on_gpus = all(master.is_cuda for master in self._masters)
+        self.device_decides = is_on_gpus and not (settings.weight_average or settings.moments_on_host)
 
     def step(self, step: int, loss: Tensor | None = None, read_norm: Callable[[Tensor], float] = float) -> float:
         """Make update number `step` (from 1) with the present gradients, which are then dropped.
@@ -100,16 +112,44 @@ class Optimizer:
         Returns their norm before clipping, NaN if the `loss` is not finite; when it is not finite, nothing was updated.
         `read_norm` reads the norm from its device, once; a caller can read its other tensors at the same time.
         """
-        for parameter, master in zip(self.parameters, self._masters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
-        norm = self._norm(loss)
+        if self.device_decides:
+            norm_value = read_norm(self.launch(step, loss))
+            self.conclude(norm_value)
+            return norm_value
+        norm = self._norm_of_gradients(loss)
         norm_value = read_norm(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
+        self._drop_gradients()
+        return norm_value
+
+    def launch(self, step: int, loss: Tensor | None = None) -> Tensor:
+        """Make update number `step` without waiting for the device, which leaves it out if the norm of the gradient or
+        the `loss` is not finite; returns the norm. Call `conclude` with it before the next one. `device_decides` has to
+        be True.
+        """
+        norm, clip_norm = self._norm_of_gradients(loss), self.settings.clip_norm
+        self._adamw.found_inf = (norm - norm).ne(0).to(torch.float32)  # of what is not finite it is NaN
+        if clip_norm is not None:  # the kernels divide the gradient by this
+            self._adamw.grad_scale = ((norm + _CLIP_EPSILON) / clip_norm).clamp_min(1).to(torch.float32)
+        self._launch_update(step)
+        self._drop_gradients()
+        return norm
+
+    def conclude(self, norm_value: float) -> None:
+        """Take the norm of the update that was launched last: one that is not finite was none."""
+        self._moment_updates -= not math.isfinite(norm_value)
+
+    def _norm_of_gradients(self, loss: Tensor | None) -> Tensor:
+        """Give the masters their gradients, and return the norm of these."""
+        for parameter, master in zip(self.parameters, self._masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else local_part(parameter.grad).to(torch.float32)
+        return self._norm(loss)
+
+    def _drop_gradients(self) -> None:
         for parameter in (*self.parameters, *self._masters):
             parameter.grad = None
-        return norm_value
 
     def reset_moments(self) -> None:
         """Reset moments and counts; weights and their float32 masters stay."""
@@ -287,6 +327,12 @@ class Optimizer:
         clip_norm = self.settings.clip_norm
         if clip_norm is not None and norm_value > clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self._masters, clip_norm, norm)
+        self._launch_update(step)
+        if self._averages:
+            with torch.no_grad():
+                torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
+
+    def _launch_update(self, step: int) -> None:
         self._moment_updates += 1
         rate_share = self._rate_share(step)
         for group in self._adamw.param_groups:
@@ -299,8 +345,6 @@ class Optimizer:
         with torch.no_grad():
             for parameter, master in self._rows_with_masters():
                 parameter.copy_(master)
-            if self._averages:
-                torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
 
     def _update_one_by_one(self) -> None:
         """Make AdamW's step for one parameter after the other: its moments are on its device meanwhile, and no others

@@ -3,6 +3,9 @@
 Invariant: the version counts updates that were made. A step whose loss or gradient is not finite makes none: it is
 skipped, counted and reported; the third in a row saves its batch and ends the run with the weights untouched. The
 trainer holds no reference policy, and waits for nothing.
+
+A step has parts: `begin` evaluates and backpropagates, `launch` gives a GPU its update, and `finish` reads what came of
+it. Between `launch` and `finish` the next step may begin, so that a GPU does not idle while the host reads and records.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch, FetchedBatch
+from tba.device_to_host import begin_reading
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import HEADS, Manifest, Measured, Objective, Policy, PolicyOutput, WeightPublisher
 from tba.training.gradients import backward
@@ -36,6 +40,24 @@ NON_FINITE_IN_A_ROW = 3
 
 def _no_readers() -> None:
     """Return at once: the default of `wait_for_readers`, where nobody reads the weights while they change."""
+
+
+@dataclass
+class BegunStep:
+    """A step that has been evaluated, and backpropagated into the policy's gradients."""
+
+    batch: Batch  # as the teachers' share in the target made it
+    measured: Measured  # loss and metrics, on the policy's device
+    metrics: Metrics  # of the batch, before it is used
+    target_shift: float | None  # mean over rows of what teachers added to the log-probabilities of the reference
+    outputs: list[tuple[Tensor, Batch]]  # the policy's log-probabilities [B, T] of each pass, and the pass's rows
+    read_values: Callable[[], list[float]] | None = None  # norm and tensors of `measured`, once the update is launched
+
+    @property
+    def loss(self) -> Tensor:
+        loss = self.measured["loss"]
+        assert isinstance(loss, Tensor)
+        return loss
 
 
 @dataclass
@@ -62,6 +84,7 @@ class Trainer:
     sampling: Sampling | None = None  # with which answers are drawn from the policy itself; None: no settings do that
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
+    _launched_updates: int = field(default=0, repr=False)  # of which it is not known whether they were made
     # of the last step: the policy's log-probabilities [B, T] of each pass, and the pass's rows
     _last_outputs: list[tuple[Tensor, Batch]] = field(default_factory=list, repr=False)
 
@@ -74,22 +97,47 @@ class Trainer:
                 "such head; choose a policy that has it or another objective"
             )
 
+    @property
+    def expected_version(self) -> Version:
+        """Returns the version once the updates that have been launched turn out to be made."""
+        return dataclasses.replace(self.version, step=self.version.step + self._launched_updates)
+
     def step(self, fetched: FetchedBatch) -> Metrics:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
+        return self.finish(self.begin(fetched))
+
+    def begin(self, fetched: FetchedBatch) -> BegunStep:
+        """Evaluate a batch and backpropagate, without waiting for the policy's device."""
         self.groups = fetched.groups
         batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())
-        batch_metrics, step = self._describe_batch(batch), self.version.step + 1
+        metrics, step, target, target_shift = self._describe_batch(batch), self.expected_version.step + 1, batch, None
+        if self.teacher.count:
+            if any(self.teacher.shares(step)):
+                metrics["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
+            target = self.teacher.with_teachers(batch, step)
+            if not self.teacher.replaces_reference:
+                shift_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
+                target_shift = float(shift_BT.sum()) / batch.rows
+        return BegunStep(target, self.backward(target), metrics, target_shift, self._last_outputs)
+
+    def launch(self, work: BegunStep) -> None:
+        """Launch the update of a step, which the device makes if it is finite, and begin to read what comes of it. The
+        optimizer's `device_decides` has to be True.
+        """
+        self.wait_for_readers()
+        norm = self.optimizer.launch(self.version.step + 1, work.loss)
+        work.read_values = begin_reading(_stack_values(norm, work.measured))
+        self._launched_updates = 1
+
+    def finish(self, work: BegunStep) -> Metrics:
+        """Make the update of a step, unless it has been launched, and return all metrics as numbers."""
+        metrics = work.metrics | self._conclude_update(work)
+        self._last_outputs = work.outputs
         if not self.teacher.count:
-            return batch_metrics | self.update(batch, self.backward(batch))
-        if any(self.teacher.shares(step)):
-            batch_metrics["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
-        target = self.teacher.with_teachers(batch, step)
-        metrics = self.update(target, self.backward(target))
-        if self.teacher.replaces_reference:
-            return batch_metrics | metrics | {"reward": batch_metrics["reward"]}
-        target_shift_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
-        reference_metrics = {"log_ratio_reference": metrics["log_ratio"] + float(target_shift_BT.sum()) / batch.rows}
-        return batch_metrics | metrics | reference_metrics | {"reward": batch_metrics["reward"]}
+            return metrics
+        if work.target_shift is not None:
+            metrics["log_ratio_reference"] = metrics["log_ratio"] + work.target_shift
+        return metrics | {"reward": work.metrics["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Returns the log-probabilities of tokens of the last batch, before its update. The device is waited for."""
@@ -111,10 +159,12 @@ class Trainer:
         """Returns whether weights are to be published: every `sync_every` updates, once per version; and after one that
         has been left out.
         """
+        return self.is_sync_due(self.version)
+
+    def is_sync_due(self, version: Version) -> bool:
+        """Returns whether the weights are to be published once they are this version."""
         published_step = 0 if self.published is None else self.published.step
-        return (
-            self.version != self.published and self.version.step // self.sync_every > published_step // self.sync_every
-        )
+        return version != self.published and version.step // self.sync_every > published_step // self.sync_every
 
     def backward(self, batch: Batch) -> Measured:
         """Evaluate, compute the objective, backpropagate: in one pass or slice by slice (`training.gradients`).
@@ -130,7 +180,7 @@ class Trainer:
                     f"{type(self.objective).__name__} needs {description}, but a trajectory of this batch came "
                     "without them; leave imported data out or choose trajectory balance"
                 )
-        step = self.version.step + 1
+        step = self.expected_version.step + 1
         staleness, outputs = Staleness(), []
 
         def observe(output: PolicyOutput, part: Batch) -> None:
@@ -142,25 +192,32 @@ class Trainer:
         loss, metrics = backward(self.policy, self.objective, batch, step, limit, observe, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
-    def update(self, batch: Batch, measured: Measured) -> Metrics:
-        """Make one optimizer step, unless the loss or the gradient is not finite. Returns all metrics as numbers."""
-        step = self.version.step + 1
-        tensors = {name: value for name, value in measured.items() if isinstance(value, Tensor)}
-        metrics = {name: value for name, value in measured.items() if not isinstance(value, Tensor)}
+    def _conclude_update(self, work: BegunStep) -> Metrics:
+        """Make one optimizer step, unless it has been launched or the loss or the gradient is not finite. Returns all
+        that was measured as numbers.
+        """
+        step, names = self.version.step + 1, [n for n, value in work.measured.items() if isinstance(value, Tensor)]
+        metrics = {name: value for name, value in work.measured.items() if not isinstance(value, Tensor)}
+        if work.read_values is None:
+            norm_values: list[float] = []
 
-        def read_metrics(norm: Tensor) -> float:
-            norm_value, *values = torch.stack([norm, *(tensor.to(norm) for tensor in tensors.values())]).tolist()
-            metrics.update(zip(tensors, values, strict=True))
-            return norm_value
+            def read_norm(norm: Tensor) -> float:
+                norm_values.extend(_stack_values(norm, work.measured).tolist())
+                return norm_values[0]
 
-        self.wait_for_readers()
-        grad_norm = self.optimizer.step(step, tensors["loss"], read_metrics)
+            self.wait_for_readers()
+            self.optimizer.step(step, work.loss, read_norm)
+        else:
+            norm_values, self._launched_updates = work.read_values(), 0
+            self.optimizer.conclude(norm_values[0])
+        grad_norm, *values = norm_values
+        metrics |= dict(zip(names, values, strict=True))
         metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.rate(step)}
         if math.isfinite(grad_norm):
             self.version = dataclasses.replace(self.version, step=step)
             self._skipped_in_a_row = 0
         else:
-            self._count_skipped_step(batch, metrics["loss"], grad_norm)
+            self._count_skipped_step(work.batch, metrics["loss"], grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
     def publish(self, manifest: Manifest | None = None) -> None:
@@ -171,7 +228,7 @@ class Trainer:
     def _describe_batch(self, batch: Batch) -> Metrics:
         """Returns the batch's metrics before it is used. Lag: updates since the weights that sampled a row."""
         trajectories = [t for group in self.groups for t in group.trajectories]
-        lags = [t.version.lag(self.version) for t in trajectories if not t.imported]
+        lags = [t.version.lag(self.expected_version) for t in trajectories if not t.imported]
         is_truncated = [t.completion.stop_reason is StopReason.LENGTH for t in trajectories]
         is_uniform = [len({t.reward for t in group.trajectories}) == 1 for group in self.groups]
         return ages(trajectories, self.now()) | {
@@ -186,7 +243,7 @@ class Trainer:
 
     def _lag_B(self) -> Tensor:
         """Returns the lag of each row that weights of this incarnation sampled, as the policy itself would: else -1."""
-        now, sampling = self.version, self.sampling
+        now, sampling = self.expected_version, self.sampling
         lags = [
             t.version.lag(now)
             if sampling is not None and t.completion.sampling == sampling and t.version.incarnation == now.incarnation
@@ -207,6 +264,11 @@ class Trainer:
             f"{NON_FINITE_IN_A_ROW} steps in a row after version {self.version} had loss {loss} and gradient norm "
             f"{grad_norm}; the weights are untouched and the last batch is in {path}"
         )
+
+
+def _stack_values(norm: Tensor, measured: Measured) -> Tensor:
+    """Returns the norm and all tensors that were measured, in order, as one tensor of the norm's device."""
+    return torch.stack([norm, *(value.to(norm) for value in measured.values() if isinstance(value, Tensor))])
 
 
 def _bytes(tokens: npt.NDArray[np.integer]) -> bytes:

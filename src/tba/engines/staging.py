@@ -1,0 +1,60 @@
+"""Newer weights on the engine's device before they are loaded: copied beside what the device computes.
+
+Invariant: the copy is made on a lane of its own, and only loading waits for it, on the device and not on the host. So
+decoding goes on while weights come from the host, and replacing them is a copy within the device's memory. Where the
+device's memory has no room for a second copy, and on a host, whose engine reads them in place, nothing is staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from tba.device_to_host import CudaStream, Lane
+from tba.gpus import free_gpu_bytes
+from tba.streaming import TensorStream, bytes_of, shapes_of
+
+_ROOM_SHARE = 0.5  # of the device's free memory that staged weights may take
+
+
+class Staging:
+    """Stages the weights of one engine, version after version, from any thread."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        lane: Lane | None = None,
+        free_bytes: Callable[[torch.device], int | None] = free_gpu_bytes,
+    ) -> None:
+        """lane: copies to the device; None: a stream of a GPU."""
+        self._device, self._free_bytes = device, free_bytes
+        self._lane = CudaStream(device) if lane is None and device.type == "cuda" else lane
+
+    def begin_copy(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the weights as tensors on the device, whose `items()` make the device wait for them, or the weights
+        themselves where they are not staged.
+        """
+        free_bytes = self._free_bytes(self._device)
+        if self._lane is None or (free_bytes is not None and bytes_of(weights) > _ROOM_SHARE * free_bytes):
+            return weights
+        staged_weights: dict[str, Tensor] = {}
+
+        def copy() -> None:
+            for name, tensor in weights.items():
+                staged_weights[name] = tensor.to(self._device, non_blocking=True, copy=True)
+
+        point = self._lane.run(copy)
+
+        def items() -> Iterator[tuple[str, Tensor]]:
+            point.hold()
+            while staged_weights:
+                name = next(iter(staged_weights))
+                tensor = staged_weights.pop(name)
+                if tensor.is_cuda:  # made on another stream, which must not give its memory away before it is read
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                yield name, tensor
+
+        meta_tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in shapes_of(weights).items()}
+        return TensorStream(meta_tensors, items)
