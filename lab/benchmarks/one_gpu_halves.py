@@ -221,6 +221,8 @@ class LoadingHalf(SearcherHalf):
 
     def __init__(self, recipe: Recipe, size: Size, seconds: float, engine: Any) -> None:
         super().__init__(recipe, size, engine)
+        assert isinstance(self.engine, StagesWeights)
+        self.stage = self.engine.stage
         self.seconds, self.loads = seconds, 0
         self.weights = {name: p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
         self.future: Future[Any] | None = None
@@ -238,7 +240,7 @@ class LoadingHalf(SearcherHalf):
             self.future, self.loads = None, self.loads + 1
         elif self.future is None and time.monotonic() - self.loaded_at >= self.seconds:
             self.loaded_at = time.monotonic()
-            self.future = call_in_thread("weights", self.engine.stage, self.weights)
+            self.future = call_in_thread("weights", self.stage, self.weights)
         return False
 
 
