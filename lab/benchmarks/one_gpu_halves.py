@@ -33,6 +33,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from tba.batch import Batch, FetchedBatch, collate
 from tba.grading import call_in_thread
 from tba.models.huggingface import HuggingFace
+from tba.protocols import StagesWeights
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.runtime.ranks.start import start_policy, start_ranks
