@@ -398,7 +398,8 @@ def test_what_is_off_until_it_is_set_is_set_by_its_flag_and_is_none_of_those_tha
         assert getattr(made.exploration, flag.partition(".")[2].replace("-", "_")) == value
         assert flag in flags(made)
         assert flag in help_of(GSM8K)  # among what there is more
-    for flag, word in {"--run.backup": "/shared", "--reference-scorer": "trainer"}.items():
+    optional_parts = {"--run.backup": "/shared", "--reference-scorer": "trainer", "--record.prometheus.port": "9400"}
+    for flag, word in optional_parts.items():
         assert flag not in flags(GSM8K)
         assert flag in flags(overridden(GSM8K, flag, word))
 

@@ -400,6 +400,8 @@ class Recipe:
             unused_fields |= {"task.limits": "runtime processes"}
         if self.run.backup is None:
             unused_fields |= {"run.backup": "run.backup FOLDER", "run.backup_every": "run.backup"}
+        if self.record.prometheus.port is None:
+            unused_fields |= {"record.prometheus": "record.prometheus.port N"}
         if self.reference_scorer == "searchers":
             unused_fields |= {"reference_scorer": "reference_scorer trainer"}
         if self.runtime == "inline":

@@ -369,7 +369,7 @@ def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_
     def life(ranks: Ranks) -> None:
         policy = shard_of(ranks, None, torch.bfloat16)
         optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
-        Follower(policy, optimizer, ranks, WHOLE, HostCopies(open_lane())).follow()
+        Follower(policy, optimizer, ranks, WHOLE, copies=HostCopies(open_lane())).follow()
 
     settings = PublishSettings(full_version_every)
     directory = WeightDirectory(tmp_path / "ranks", settings=settings, dtype=torch.bfloat16)

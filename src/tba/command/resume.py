@@ -37,7 +37,9 @@ def resume_run(path: Path, overrides: list[str], options: ResumeOptions) -> int:
     if is_backup(path):
         restored_run, backup = restore_run(path, options.runs / path.resolve().name)
         age = duration(time.time() - backup.time)
-        console.print(f"copied back from the backup at {path}, which was made {age} ago", highlight=False)
+        console.print(
+            f"copied back from the backup at {path}, which was made {age} ago", highlight=False, soft_wrap=True
+        )
         path = restored_run.displayed_path
     stopped_run = RunDirectory.open(path)
     prepare_forkserver()  # before the run's lock is held, which only the run's processes inherit

@@ -167,11 +167,18 @@ class Isolation:
         for path in self.readable[len(_LIBRARIES) + 1 :]:  # packages, which may stand in what was hidden
             if os.path.exists(f"/.host{sources[path]}") and not os.path.exists(path):
                 _bind(f"/.host{sources[path]}", path, _NO_DEVICES)
-        os.mkdir("/tmp", 0o755)  # noqa: S108 - where each program has its own
+        for path in self._hidden_packages:
+            _bind(path, f"/.packages{path}", _NO_DEVICES)
+        os.makedirs("/tmp", 0o755, exist_ok=True)  # noqa: S108 - where each program has its own
         _check(_LIBC.umount2(b"/.host", _DETACH), "umount")
         os.rmdir("/.host")
         attributes = struct.pack("QQQQ", _ATTRIBUTE_READ_ONLY, 0, 0, 0)
         _check(_LIBC.syscall(_SET_MOUNT_ATTRIBUTES, -1, b"/", _AT_RECURSIVE, attributes, len(attributes)), "read-only")
+
+    @property
+    def _hidden_packages(self) -> list[str]:
+        """Packages below /tmp, where programs have a folder of their own in their place."""
+        return [path for path in self.readable[len(_LIBRARIES) + 1 :] if path.startswith("/tmp/")]  # noqa: S108
 
     def fork(self) -> int:
         """Forks; at the level of namespaces the child is the first process of process namespaces of its own."""
@@ -190,6 +197,8 @@ class Isolation:
             _check(_LIBC.unshare(_NEW_MOUNTS | _NEW_NETWORK | _NEW_IPC | _NEW_HOST_NAME), "unshare")
             options = f"size={bounds.file_bytes},nr_inodes=1024,mode=1777"
             _mount("tmpfs", writable[0], "tmpfs", _NO_SUID | _NO_DEVICES, options)
+            for path in self._hidden_packages:
+                _bind(f"/.packages{path}", path, _NO_DEVICES)
             os.chdir(writable[0])
             if self.is_root:
                 os.setgroups([])
