@@ -154,7 +154,7 @@ def test_what_is_kept_in_bfloat16_is_made_in_chunks_and_is_the_same_whatever_is_
 def test_a_gpu_keeps_what_its_free_memory_holds_beside_the_work_and_never_less_than_the_limit() -> None:
     weight, tokens, chunk = torch.empty(1000, 64, dtype=torch.bfloat16), 5000, 100
     row_bytes = 2 * 1000
-    work_bytes = chunk * 10 * 1000 + 6 * 64 * 1000 + 3 * 2 * 64 * tokens
+    work_bytes = chunk * 10 * 1000 + 8 * 64 * 1000 + 3 * 2 * 64 * tokens
     for free_bytes, rows in (
         (0, 7),
         (work_bytes + 8 * row_bytes, 7),
@@ -164,6 +164,40 @@ def test_a_gpu_keeps_what_its_free_memory_holds_beside_the_work_and_never_less_t
     ):
         buffer = ProbabilityBuffer(7 * row_bytes, lambda device, free_bytes=free_bytes: free_bytes)
         assert buffer.capacity(weight, chunk, tokens) == rows
+
+
+class WeightOnFullDevice(Tensor):
+    """A weight whose device has no room for more than six rows at once."""
+
+    def new_empty(self, size: int) -> Tensor:  # type: ignore[override]  # as the buffer calls it
+        if size > 6 * VOCABULARY:
+            raise torch.OutOfMemoryError
+        return torch.empty(size)
+
+
+@pytest.mark.parametrize(("limit_rows", "rows"), [(2, 5), (6, 6)])
+def test_fewer_rows_are_kept_where_free_memory_is_in_pieces_and_never_fewer_than_the_limit(
+    limit_rows: int, rows: int
+) -> None:
+    weight = torch.empty(VOCABULARY, WIDTH).as_subclass(WeightOnFullDevice)
+    assert ProbabilityBuffer(limit_rows * VOCABULARY * 4).lend(40, weight).shape == (rows, VOCABULARY)
+    with pytest.raises(torch.OutOfMemoryError):
+        ProbabilityBuffer(7 * VOCABULARY * 4).lend(40, weight)
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_an_accelerator_keeps_nothing_where_no_gradient_is_taken(buckets: bool) -> None:
+    weight = torch.empty(VOCABULARY, WIDTH, device="meta", requires_grad=True)
+    hidden, target = torch.empty(TOKENS, WIDTH, device="meta"), torch.empty(TOKENS, dtype=torch.int64, device="meta")
+    requests: list[torch.device] = []
+    buffer = ProbabilityBuffer(10**6, requests.append)
+    for has_gradient in (False, True):
+        with torch.set_grad_enabled(has_gradient):
+            if buckets:
+                heads.bucket_log_probabilities(hidden, Head(weight), target[:, None], 1.0, 4, buffer)
+            else:
+                token_log_probabilities(hidden, Head(weight), target, 1.0, 4, buffer)
+        assert len(requests) == has_gradient
 
 
 def test_the_function_that_is_compiled_for_kept_probabilities_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: the copy is made on a lane of its own, and only loading waits for it, on the device and not on the host. So
 decoding goes on while weights come from the host, and replacing them is a copy within the device's memory. Where the
-device's memory has no room for a second copy, and on a host, whose engine reads them in place, nothing is staged.
+device's memory has no room for a second copy beside all that this process has needed at once, and on a host, whose
+engine reads them in place, nothing is staged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from tba.device_to_host import CudaStream, Lane
 from tba.gpus import free_gpu_bytes
 from tba.streaming import TensorStream, bytes_of, shapes_of
 
-_ROOM_SHARE = 0.5  # of the device's free memory that staged weights may take
+_ROOM_SHARE = 0.5  # of the device's memory that stays free which staged weights may take
+
+
+def _bytes_never_needed(device: torch.device) -> int | None:
+    """Returns the bytes of a GPU that are free when this process needs most, such as to read long prompts; None for
+    another device.
+    """
+    if (free_bytes := free_gpu_bytes(device)) is None:
+        return None
+    return free_bytes - (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
 
 
 class Staging:
@@ -26,7 +36,7 @@ class Staging:
         self,
         device: torch.device,
         lane: Lane | None = None,
-        free_bytes: Callable[[torch.device], int | None] = free_gpu_bytes,
+        free_bytes: Callable[[torch.device], int | None] = _bytes_never_needed,
     ) -> None:
         """lane: copies to the device; None: a stream of a GPU."""
         self._device, self._free_bytes = device, free_bytes

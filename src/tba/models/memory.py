@@ -156,10 +156,12 @@ def trainer_bytes(shape: Shape, work: TrainerWorkload) -> Bytes:
     activations = shape.layers * (hidden if work.checkpointed else layer)
     activations += 4 * hidden + 2 * tokens * shape.head_width * i  # the final norm, and what turns positions
     gradient = 0 if work.rank else 4 * shape.vocabulary * shape.width  # of the head, or of the embedding
+    # what is added to it: in float32 in place; on a GPU in float32, else in the compute type
+    added = 0 if i == 4 else gradient if work.device == "cuda" else gradient * i // 4
     forward_logits, backward_logits = _logit_bytes(shape, work, parts["probabilities kept"])
     parts["activations and temporaries"] = max(
         activations + forward_logits,  # the head's forward
-        activations + 3 * hidden + gradient + max(backward_logits, 0 if i == 4 else gradient * i // 4),  # its backward
+        activations + 3 * hidden + gradient + max(backward_logits, added),  # its backward
         # the last layer's: what it computes again, and gradients of two of its widest
         activations + layer * work.checkpointed + 2 * tokens * (shape.ff + shape.width) * i + gradient * shape.is_tied,
         gradient * (1 + shape.is_tied),  # the embedding's

@@ -90,19 +90,31 @@ class ProbabilityBuffer:
         row_bytes, limit = len(weight_VW) * weight_VW.element_size(), self._limit
         if (free_bytes := self._free_bytes(weight_VW.device)) is not None:
             work_bytes = chunk * (row_bytes + 8 * len(weight_VW))  # logits, and in float32 with their logarithms
-            # gradients of the weight in float32 and in its type; of the hidden states, and these scaled
-            work_bytes += weight_VW.numel() * (4 + weight_VW.element_size())
+            # in float32 the weight's gradient and what is added to it; gradients of the hidden states, and these scaled
+            work_bytes += 8 * weight_VW.numel()
             work_bytes += 3 * tokens * weight_VW.shape[1] * weight_VW.element_size()
             limit = max(limit, int(_KEPT_SHARE * (free_bytes - work_bytes)))
         return min(tokens, limit // row_bytes)
 
     def lend(self, rows: int, like_VW: Tensor) -> Tensor:
-        """Returns [rows, V], of undefined content, with the weight's dtype and device."""
+        """Returns [rows, V], of undefined content, with the weight's dtype and device; fewer rows, but as many as the
+        limit allows, where free memory is in pieces that hold no more.
+        """
         size, buffer = rows * len(like_VW), self._buffer
         self._buffer = None
         if buffer is None or len(buffer) < size or (buffer.dtype, buffer.device) != (like_VW.dtype, like_VW.device):
-            buffer = like_VW.new_empty(size)
-        return buffer[:size].view(rows, len(like_VW))
+            buffer = self._allocate(rows, like_VW)
+            rows = len(buffer) // len(like_VW)
+        return buffer[: rows * len(like_VW)].view(rows, len(like_VW))
+
+    def _allocate(self, rows: int, like_VW: Tensor) -> Tensor:
+        least_rows = self._limit // (len(like_VW) * like_VW.element_size())
+        while rows > least_rows:
+            try:
+                return like_VW.new_empty(rows * len(like_VW))
+            except torch.OutOfMemoryError:
+                rows = max(least_rows, rows // 2)
+        return like_VW.new_empty(rows * len(like_VW))
 
     def give_back(self, rows_KV: Tensor) -> None:
         """Take back rows whose content is no longer needed."""
@@ -130,8 +142,9 @@ def token_log_probabilities(
     if entropy_M is None:
         entropy_M = target_M.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
+        weights = _weights_of(head)
         return _TokenLogProbabilities.apply(
-            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, buffer, entropy_M, head.compiled
+            hidden_MW, *weights, target_M, temperature, chunk, buffer, entropy_M, head.compiled
         )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
@@ -162,7 +175,7 @@ def bucket_log_probabilities(
         entropy_M = hidden_MW.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
         return _BucketLogProbabilities.apply(
-            hidden_MW, head.weight_VW, head.bias_V, bucket_MJ, temperature, chunk, buffer, entropy_M
+            hidden_MW, *_weights_of(head), bucket_MJ, temperature, chunk, buffer, entropy_M
         )
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, bucket_CJ: Tensor) -> Tensor:
@@ -173,6 +186,15 @@ def bucket_log_probabilities(
         return log_CJ
 
     return _in_chunks(of_chunk, entropy_M, hidden_MW, bucket_MJ, chunk)
+
+
+def _weights_of(head: Head) -> tuple[Tensor, Tensor | None]:
+    """Returns weight and bias; where autograd is off they take no gradient, so that nothing is kept for one: a Function
+    is not told that it is off. On a CPU they stay, because other chunks give other bits.
+    """
+    if torch.is_grad_enabled() or head.weight_VW.device.type == "cpu":
+        return head.weight_VW, head.bias_V
+    return head.weight_VW.detach(), None if head.bias_V is None else head.bias_V.detach()
 
 
 def split_buckets(logits_NV: Tensor, bucket_NJ: Tensor) -> Tensor:
@@ -327,6 +349,7 @@ class _BucketLogProbabilities(torch.autograd.Function):
         tokens, needs_gradient = len(hidden_MW), any(ctx.needs_input_grad[:3])
         kept_count = buffer.capacity(weight_VW, chunk, tokens) if needs_gradient else 0
         kept_KV = buffer.lend(kept_count, weight_VW)
+        kept_count = len(kept_KV)
         log_MJ = hidden_MW.new_empty(tokens, bucket_MJ.shape[1] + 1, dtype=torch.float32)
         is_whole = bucket_MJ.shape[1] > len(weight_VW)  # the other tokens are the vocabulary: nothing is left
         for rows in (*_chunks(0, kept_count, chunk), *_chunks(kept_count, tokens, chunk)):
