@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tba.record.metrics import BACKUP_AGE, read_metrics
 from tba.record.run_record import BackupFacts
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.backup import Backup, BackupThread, BackupWriter, restore_run
+from tba.runtime.backup import Backup, BackupThread, BackupWriter, back_up_once, restore_run
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound_checkpoint
 
@@ -187,12 +188,22 @@ def test_a_damaged_backup_is_refused_and_leaves_nothing(run: Path, tmp_path: Pat
         restore_run(place, tmp_path / "restored")
     assert not [path for path in tmp_path.iterdir() if "restored" in path.name]
     manifest = (place / "backup.json").read_text()
-    (place / "backup.json").write_text(manifest.replace("000001.sqlite", "../000001.sqlite"))
-    with pytest.raises(UserError, match="names a file outside of it"):
-        restore_run(place, tmp_path / "restored")
+    for name, other in (("000001.sqlite", "../000001.sqlite"), ("step-40-", "..-"), ('"step-40-', '"..","step-40-')):
+        assert name in manifest
+        (place / "backup.json").write_text(manifest.replace(name, other))
+        with pytest.raises(UserError, match="names a file outside of it"):
+            restore_run(place, tmp_path / "restored")
     (place / "backup.json").write_text(manifest)
     with pytest.raises(UserError, match="is there already"):
         restore_run(place, run)
+
+
+def test_a_last_backup_whose_folder_is_gone_is_recorded_and_the_run_has_ended_well(run: Path, tmp_path: Path) -> None:
+    place, stopped_run = tmp_path / "shared", RunDirectory.open(run)
+    place.touch()
+    recipe = stopped_run.recipe()
+    back_up_once(replace(recipe, run=replace(recipe.run, backup=place)), stopped_run)
+    assert [fault["kind"] for fault in read_faults(run)].count("backup_failures") == 1
 
 
 def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class Mortal:
     attempt: int = 0
     code: int | None = None
     waits_for_room: bool = False
+    has_lost_node: bool = False
     description: str = "a worker"
     log: str = "nowhere"
     cause_of_death: str = "was killed by signal 9"
@@ -114,6 +115,18 @@ def test_ten_deaths_in_an_hour_leave_a_searcher_out_and_the_run_goes_on_with_the
     assert victim.attempt == 3
     story.watch(HOUR)
     assert (victim.attempt, victim.code) == (4, None)
+
+
+def test_a_searcher_whose_nodes_are_lost_comes_back_each_time_and_keeps_its_restarts(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run")
+    victim = story.searchers[1]
+    for death in range(10):
+        victim.code, victim.has_lost_node = -9, death < 7  # seven nodes, then deaths of its own
+        story.watch(60.0 * death)
+    assert (victim.attempt, victim.code) == (10, None)
+    victim.code = -9
+    story.watch(600.0)
+    assert (victim.attempt, victim.code) == (10, -9)
 
 
 @pytest.mark.parametrize("other", [{"code": -9}, {"waits_for_room": True}])

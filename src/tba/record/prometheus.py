@@ -81,7 +81,7 @@ class PrometheusSettings:
         app, token = make_wsgi_app(registry), self._token()
         try:
             server = make_server(
-                self.host, port, app if token is None else _require_token(app, token), _ThreadingServer, _QuietHandler
+                self.host, port, app if token is None else _require_token(app, token), _MetricsServer, _QuietHandler
             )
         except OSError as error:
             raise UserError(
@@ -151,7 +151,7 @@ class RunCollector:
         return cast("Metric", family)
 
 
-class _ThreadingServer(socketserver.ThreadingMixIn, WSGIServer):
+class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """Answers each request in a thread of its own, so that a slow one keeps nobody waiting."""
 
     daemon_threads = True

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from tba.chat_prompts import writes_day
 from tba.protocols import HasChatTemplate, HasDtype, Model, path_of
 from tba.recipe import Recipe
+from tba.runs.validating import require_ray
 from tba.runtime.cluster.placement import address_of
 from tba.runtime.hardware import ClusterNodes, Hardware, Machine
 from tba.runtime.sizing import (
@@ -40,7 +41,8 @@ def hardware_of(recipe: Recipe) -> Hardware:
         return ClusterNodes(tuple(Machine(gpus=(int(gb * 1e9),) * gpus) for gpus, gb in described_nodes))
     if (address := address_of(recipe)) is None:  # a cluster of its own
         return Machine.here()
-    from tba.runtime.cluster.machines import machines_at  # needs Ray
+    require_ray()
+    from tba.runtime.cluster.machines import machines_at
 
     return ClusterNodes(machines_at(address))
 

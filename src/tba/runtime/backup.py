@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -47,6 +48,7 @@ _ACKNOWLEDGED_SECONDS = 10.0  # between two notes of how much the journal has
 _END_SECONDS = 600.0  # that the last backup of a process may take
 _BLOCK = 1 << 22  # bytes copied at a time
 _SPARE_BYTES = 64 << 20  # that increments may have beyond twice the journal's own
+_NAMES = re.compile(r"step-\d+-[0-9a-f]{8}|\d{6,}\.sqlite")  # of copies of checkpoints, and of increments
 _REMEDY = "choose another folder, or another backup"
 
 
@@ -86,7 +88,7 @@ class Backup:
             return None
         backup: Backup = read_json(place / NAME, _REMEDY, cls)
         for name in (*backup.checkpoints, *(file.name for file in backup.increments)):
-            if Path(name).name != name:
+            if not _NAMES.fullmatch(name):
                 raise UserError(f"the backup at {place} names a file outside of it ({name!r}): {_REMEDY}")
         return backup
 
@@ -154,8 +156,15 @@ def start_backup(recipe: Recipe, run: RunDirectory) -> BackupThread | None:
 
 
 def back_up_once(recipe: Recipe, run: RunDirectory) -> None:
-    """Back up a run whose parts have ended, with its summary, if its recipe names a folder."""
-    if (thread := start_backup(recipe, run)) is not None:
+    """Back up a run whose parts have ended, with its summary, if its recipe names a folder. A failure is recorded: the
+    run itself has ended well.
+    """
+    try:
+        thread = start_backup(recipe, run)
+    except (OSError, TbaError) as error:
+        record_fault(run.path, "backup_failures", str(error))
+        return
+    if thread is not None:
         thread.close()
 
 

@@ -57,6 +57,10 @@ class Worker(Protocol):
         """Returns whether it has no place to run yet: nobody need wait for it."""
 
     @property
+    def has_lost_node(self) -> bool:
+        """Returns whether it died with its machine, or the connection to that: no fault of its own."""
+
+    @property
     def description(self) -> str:
         """Returns the worker's name and where it runs."""
 
@@ -242,16 +246,19 @@ class Driver(ABC):
         return True
 
     def _restart(self, worker: Worker, kind: str) -> bool:
-        """Restart a worker that was killed, unless that has been done as often in the window as allowed."""
+        """Restart a worker that was killed, unless that has been done as often in the window as allowed. Lost machines
+        do not count against a searcher.
+        """
         settings, code = self.recipe.run, worker.code
         if code is None or code >= 0:
             return False
         restart_times, now = self._restart_times[worker.name], self.now()
         while restart_times and now - restart_times[0] >= settings.restart_window:
             restart_times.popleft()
-        if len(restart_times) >= (settings.trainer_restarts if worker.name == "trainer" else settings.restarts):
-            return False
-        restart_times.append(now)
+        if worker.name == "trainer" or not worker.has_lost_node:
+            if len(restart_times) >= (settings.trainer_restarts if worker.name == "trainer" else settings.restarts):
+                return False
+            restart_times.append(now)
         self._resting.discard(worker.name)
         reason = f"{worker.name} {worker.cause_of_death}"
         if worker.name == "trainer":

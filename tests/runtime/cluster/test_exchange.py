@@ -19,7 +19,7 @@ import torch
 from tests.replay.trajectory_cases import same, trajectory
 from tests.runtime.runs import TASK, TOY, made, until
 
-from tba.errors import HandedOutLost, UserError
+from tba.errors import DeadlineExceeded, HandedOutLost, UserError
 from tba.protocols import Manifest
 from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
@@ -86,6 +86,7 @@ class Farther(Direct):
     lock: threading.Lock  # the exchange answers one question after another
     sent: Counter[str]
     lost: set[str] = field(default_factory=set)  # nodes whose stores are gone
+    error: type[Exception] = HandedOutLost  # that a fetch from them raises
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         with self.lock:
@@ -94,7 +95,7 @@ class Farther(Direct):
     def fetch(self, references: Sequence[Any]) -> list[FlatBytes]:
         for handed in references:
             if handed.node in self.lost:
-                raise HandedOutLost("gone")
+                raise self.error("gone")
             if handed.node != self.node:
                 with self.lock:
                     self.sent[handed.node] += len(handed.piece)
@@ -266,8 +267,9 @@ def test_a_version_leaves_the_trainers_node_once_however_many_nodes_fetch_it(
         assert sent[HOME] == 2 * copies * PIECE * PIECES  # Ray would fetch once for both
 
 
-def test_pieces_of_a_searcher_that_dies_come_from_the_trainers_node_again(
-    published: tuple[WeightDirectory, ContactOf],
+@pytest.mark.parametrize("error", [HandedOutLost, DeadlineExceeded])
+def test_pieces_of_a_searcher_that_dies_or_is_cut_off_come_from_the_trainers_node_again(
+    published: tuple[WeightDirectory, ContactOf], error: type[Exception]
 ) -> None:
     directory, contact_of = published
     tensor = torch.arange(PIECE * PIECES // 4, dtype=torch.float32)
@@ -277,6 +279,7 @@ def test_pieces_of_a_searcher_that_dies_come_from_the_trainers_node_again(
         RemoteWeights(contact, contact.node).at(Version(0, 1)).read()
     last = contact_of("node-9")
     last.sent.clear()
+    last.error = error
     last.lost |= {f"node-{n}" for n in range(6)}  # all that was handed on
     assert torch.equal(RemoteWeights(last, last.node).at(Version(0, 1)).read()[WEIGHT], tensor)
     assert last.sent == {HOME: PIECE * PIECES}

@@ -190,6 +190,12 @@ def test_the_cluster_of_the_environment_is_joined_unless_the_recipe_names_anothe
     assert address_of(recipe()) is None
 
 
+def test_a_command_that_was_moved_joins_by_the_address_that_its_new_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    monkeypatch.setenv("TBA_NODE_ADDRESS", "10.0.0.2")
+    assert address_of(replace(recipe(), address="127.0.0.1:6379")) == "10.0.0.9:6379"
+
+
 def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:
     assert [p.resources["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
     placements = plan(on_gpus(searcher_gpus=0.25), [here(16, 4)], searchers(3))

@@ -26,7 +26,7 @@ from ray._private.state import available_resources_per_node
 
 from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
 from tba.record.memory import usable_cores
-from tba.runtime.cluster.placement import RAY_ADDRESS, Node
+from tba.runtime.cluster.placement import NODE_ADDRESS, RAY_ADDRESS, Node
 from tba.runtime.cluster.reaper import folder_for_ray
 from tba.weights.chunks import FlatBytes
 
@@ -89,7 +89,6 @@ class ActorContact:
 
 
 NAMESPACE = "tba"
-NODE_ADDRESS = "TBA_NODE_ADDRESS"  # environment variable: the node that this command was moved to (`relocation`)
 _CONNECT_SECONDS = 10.0  # to reach a cluster
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 

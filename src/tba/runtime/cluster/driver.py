@@ -278,6 +278,11 @@ class Cluster(Driver):
         return min((quick_limit, "--cluster.silence-deadline"), limit)
 
 
+def _lost_nodes() -> set[str]:
+    """Returns the keys of nodes that were in the cluster and are gone."""
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
 def _here() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
@@ -313,6 +318,8 @@ class ActorWorker:
     lost_contact: bool = field(init=False)  # it ended because it could not reach another worker
     has_heartbeat: bool = field(init=False)
     waits_for_room: bool = field(init=False)
+    has_lost_node: bool = field(init=False)
+    _node_key: str = field(init=False)  # of the node where it found room
     _actor: Any = field(init=False)
     _end_reference: Any = field(init=False)
     _error: Json = field(init=False)
@@ -330,6 +337,7 @@ class ActorWorker:
         """Start it as a new actor in its room, as soon as there is room."""
         self.code, self.cause_of_death, self.has_heartbeat, self._error, self._is_up = None, "", False, None, False
         self.lost_contact, self.waits_for_room, self._is_missed = False, True, False
+        self.has_lost_node, self._node_key = False, ""
         self._heartbeat_at = self._requested_at = time.monotonic()
         resources = self.room.resources
         # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
@@ -391,6 +399,7 @@ class ActorWorker:
         now = time.monotonic()
         if self._room_request is not None and self._room_request in ready:
             self._room_request, self.waits_for_room, self._heartbeat_at = None, False, now
+            self._node_key = self.room.node_key()
         if self._silence_request is None and now - self._requested_at > _REQUEST_SECONDS:
             self._requested_at, self._silence_request = now, self._actor.silence.remote()
         elif self._silence_request is not None and self._silence_request in ready:
@@ -443,6 +452,8 @@ class ActorWorker:
             self.lost_contact = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             self.code, self.cause_of_death = DIED, f"died ({str(cause).strip().splitlines()[0]})"
+            is_unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)  # before Ray gives a node up
+            self.has_lost_node = is_unreachable or self._node_key in _lost_nodes()
         ray.kill(self._actor)  # releases what the actor held
 
     def silence(self) -> float:

@@ -25,14 +25,16 @@ from tba.runtime.devices import USABLE, Place, assign_gpus
 from tba.training.ranks.messages import name_of_rank
 
 RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the cluster that Ray's own commands use
+NODE_ADDRESS = "TBA_NODE_ADDRESS"  # environment variable: the node that this command was moved to (`relocation`)
 _SLACK = 1e-9  # so that thirds of a GPU add up to one
 
 
 def address_of(recipe: Recipe) -> str | None:
     """Returns the address of the Ray cluster to join: the recipe's, else that of the environment, which a job that was
-    submitted to a cluster has. None: the run has a cluster of its own.
+    submitted to a cluster has. A command that was moved has the environment's. None: the run has a cluster of its own.
     """
-    address = recipe.address or os.environ.get(RAY_ADDRESS)
+    is_moved = NODE_ADDRESS in os.environ
+    address = (None if is_moved else recipe.address) or os.environ.get(RAY_ADDRESS)
     return None if address in ("", "local") else address
 
 

@@ -28,8 +28,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.errors import PartFailed, UserError
 from tba.recipe import Recipe
-from tba.runtime.cluster.client import NODE_ADDRESS, connect_to_ray, get
-from tba.runtime.cluster.placement import RAY_ADDRESS, Node, address_of, request_text, requests, whole_gpus
+from tba.runtime.cluster.client import connect_to_ray, get
+from tba.runtime.cluster.placement import (
+    NODE_ADDRESS,
+    RAY_ADDRESS,
+    Node,
+    address_of,
+    request_text,
+    requests,
+    whole_gpus,
+)
 from tba.runtime.sizing import searchers_of
 from tba.runtime.stop_requests import stop_requests
 
@@ -64,7 +72,8 @@ def run_on_trainers_node(recipe: Recipe, words: Sequence[str], show: Callable[[s
         actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
         purpose = f"Ray to start the command on {host} (--cluster.start-deadline)"
         try:
-            variables = {RAY_ADDRESS: address, NODE_ADDRESS: host}
+            there = ray.get_runtime_context().gcs_address  # an address of loopback means another machine there
+            variables = {RAY_ADDRESS: there, NODE_ADDRESS: host}
             if (job := os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR)) is not None:
                 variables[RAY_JOB_CONFIG_JSON_ENV_VAR] = job  # what a submitted job's workers have, such as its files
             get(actor.start.remote(list(words), str(Path.cwd()), variables), limit, purpose)

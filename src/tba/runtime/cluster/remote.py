@@ -152,7 +152,7 @@ class RemoteWeights:
         if source.kind == "relay":
             try:
                 return self._contact.fetch(source.reference)[0]
-            except HandedOutLost:  # with the searcher that handed it on
+            except (HandedOutLost, DeadlineExceeded):  # the searcher that handed it on is gone, or out of reach
                 self._contact.call("hand_on", offer.version, place, ())
         piece = self._contact.fetch([offer.references[place]])[0]
         if source.kind == "claim":

@@ -81,7 +81,7 @@ class Process:
     loads: tuple[str, ...] = ()  # modules that its recipe imports
     process: Child = field(init=False)
     watch: SilenceWatch = field(init=False)
-    waits_for_room = False  # its machine is there
+    waits_for_room = has_lost_node = False  # its machine is there
 
     def __post_init__(self) -> None:
         self.start()

@@ -66,6 +66,10 @@ class RankedWorker(Generic[P]):
         return any(rank.waits_for_room for rank in self.ranks)
 
     @property
+    def has_lost_node(self) -> bool:
+        return self._speaker.has_lost_node
+
+    @property
     def description(self) -> str:
         return self._speaker.description
 
