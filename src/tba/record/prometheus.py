@@ -37,7 +37,7 @@ _SHORTEST_TOKEN = 16  # characters
 class PrometheusSettings:
     """Says where a run's figures are served. Raises `UserError` for a port that is none."""
 
-    port: int | None = None  # of /metrics; 0: any that is free; None: nothing is served
+    port: int | None = None  # port that serves /metrics; 0: any that is free; None: nothing is served
     host: str = "127.0.0.1"  # the address that it listens on; another than loopback needs a token
     token_file: Path | None = None  # a file with the bearer token that Prometheus sends
 
@@ -81,7 +81,7 @@ class PrometheusSettings:
         app, token = make_wsgi_app(registry), self._token()
         try:
             server = make_server(
-                self.host, port, app if token is None else _require_token(app, token), _Server, _QuietHandler
+                self.host, port, app if token is None else _require_token(app, token), _MetricsServer, _QuietHandler
             )
         except OSError as error:
             raise UserError(
@@ -151,7 +151,7 @@ class RunCollector:
         return cast("Metric", family)
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
+class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """Answers each request in a thread of its own, so that a slow one keeps nobody waiting."""
 
     daemon_threads = True
@@ -168,15 +168,15 @@ class _QuietHandler(WSGIRequestHandler):
 
 def _require_token(app: Any, token: str) -> Any:
     """Returns the application for requests that have the token; others are answered with 401."""
-    expected = f"Bearer {token}".encode("latin-1")
+    expected_header = f"Bearer {token}".encode("latin-1")
 
-    def guarded(environ: Mapping[str, Any], start_response: Any) -> Any:
-        if hmac.compare_digest(str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1"), expected):
+    def guarded_app(environ: Mapping[str, Any], start_response: Any) -> Any:
+        if hmac.compare_digest(str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1"), expected_header):
             return app(environ, start_response)
         start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
         return [b"a bearer token is needed\n"]
 
-    return guarded
+    return guarded_app
 
 
 def _is_loopback(host: str) -> bool:
