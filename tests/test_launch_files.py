@@ -81,9 +81,9 @@ def test_the_slurm_script_is_bash_and_its_signal_reaches_it_alone() -> None:
     assert text.index("#SBATCH") < text.index("set -euo")  # Slurm reads no option behind a command
     (example,) = re.findall(r"^# +sbatch slurm\.sbatch (.*)$", text, flags=re.MULTILINE)
     recipe_name, *words = example.split()
-    recipe = override(find(recipe_name), words, "tba train")
+    recipe = override(find(recipe_name), ["--runtime", "cluster", *words], "tba train")
     nodes, gpus = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))  # type: ignore[index]
-    assert nodes * gpus == recipe.trainer.count + recipe.searcher_count
+    assert [count for count, _ in recipe.cluster.described_nodes()] == [gpus] * nodes
 
 
 def build_arguments() -> list[dict[str, str]]:
@@ -108,8 +108,8 @@ def test_the_dockerfile_names_builds_of_torch_extras_and_files_that_there_are() 
         extras = [extra for extra in values["EXTRAS"].split(",") if extra]
         assert set(extras) <= set(PROJECT["optional-dependencies"])
         assert ("vllm" in extras) == (values["CONSTRAINTS"] == "constraints-vllm.txt")
-        unmet = unmet_requirements(values["CONSTRAINTS"], extras)
-        assert not unmet, unmet
+        conflicts = unmet_requirements(values["CONSTRAINTS"], extras)
+        assert not conflicts, conflicts
     for sources in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, flags=re.MULTILINE):
         assert all(list(ROOT.glob(source)) for source in sources.split())
     assert f"torch=={pins('constraints.txt')['torch']}" == f"torch=={pins('constraints-vllm.txt')['torch']}"
@@ -118,5 +118,7 @@ def test_the_dockerfile_names_builds_of_torch_extras_and_files_that_there_are() 
 def unmet_requirements(constraints: str, extras: list[str]) -> list[str]:
     """What the package needs, with extras, in another version than a file of constraints allows."""
     texts = [*PROJECT["dependencies"], *(text for extra in extras for text in PROJECT["optional-dependencies"][extra])]
-    needed = [Requirement(text) for text in texts]
-    return [str(r) for r in needed if r.name in pins(constraints) and pins(constraints)[r.name] not in r.specifier]
+    requirements = [Requirement(text) for text in texts]
+    return [
+        str(r) for r in requirements if r.name in pins(constraints) and pins(constraints)[r.name] not in r.specifier
+    ]

@@ -18,7 +18,7 @@ GB = 10**9
 MEASURED = """\
 ## What one card does
 
-`make test-gpu` measures this, what was asked for first. The model has random weights of Qwen2.5-0.5B's shape in
+`make test-gpu` measures this, the most important parts first. The model has random weights of Qwen2.5-0.5B's shape in
 bfloat16, so that nothing is downloaded.
 
 - *Before*: {before}. This is the code of the first run on a GPU. Since then a decode step is captured as a graph, the

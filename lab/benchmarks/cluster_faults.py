@@ -94,7 +94,7 @@ class Story:
     home: Path
     write: Callable[[Row], None]
     nodes: Any = None
-    second: Any = None
+    second_node: Any = None
     commands: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -107,11 +107,11 @@ class Story:
         return self.commands[-1][0]
 
     def begin_cluster(self, first_cpus: int = 2) -> None:
-        first = {"num_cpus": first_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-        self.nodes = Nodes(initialize_head=True, head_node_args=first)
+        head_arguments = {"num_cpus": first_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        self.nodes = Nodes(initialize_head=True, head_node_args=head_arguments)
 
     def add_node(self, cpus: int = 2, **options: Any) -> None:
-        self.second = self.nodes.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **options)
+        self.second_node = self.nodes.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **options)
 
     def start(self, *words: str) -> None:
         text_file = self.home / f"printed-{len(self.commands)}.txt"
@@ -146,9 +146,9 @@ class Story:
     def steps(self) -> int:
         return len(read_metrics(self.path)) if (self.path / "metrics.jsonl").exists() else 0
 
-    def wait_for_steps(self, more: int) -> None:
-        least = self.steps() + more
-        self.until(lambda: self.steps() >= least, f"{more} more steps")
+    def wait_for_steps(self, step_count: int) -> None:
+        step_target = self.steps() + step_count
+        self.until(lambda: self.steps() >= step_target, f"{step_count} more steps")
 
     def processes(self, part: str) -> list[int]:
         """Returns the process of each life of a part, the oldest first."""
@@ -169,13 +169,13 @@ class Story:
     @contextmanager
     def fault(self, name: str) -> Iterator[Callable[[str], None]]:
         """Write a row for the fault that happens inside. Yields a function that takes what the run says of it."""
-        number, step, known = self.counts[name], self.steps(), len(read_faults(self.path))
+        number, step, fault_count = self.counts[name], self.steps(), len(read_faults(self.path))
         rows, sentences, began = rows_of(self.path / "journal.sqlite"), list[str](), time.monotonic()
         yield sentences.append
         seconds, now = time.monotonic() - began, rows_of(self.path / "journal.sqlite")
-        sentences += [str(f["what"]) for f in read_faults(self.path)[known:] if f["kind"] in TOLD][:2]
+        sentences += [str(f["what"]) for f in read_faults(self.path)[fault_count:] if f["kind"] in TOLD][:2]
         lost = sum(now.get(seq) != row for seq, row in rows.items())
-        code = "" if (ended := self.commands[-1][0].poll()) is None else str(ended)
+        code = "" if (exit_code := self.commands[-1][0].poll()) is None else str(exit_code)
         text = " ".join("; ".join(sentences).split())[:500]
         self.counts[name] += 1
         self.write(Row(name, number, step, len(rows), lost, round(seconds, 1), code, text))
@@ -257,9 +257,9 @@ def tell_hangs(story: Story) -> None:
 
 def lose_node(story: Story) -> None:
     with story.fault("node"):
-        before = count_faults(story.path)["searchers_waiting"]
-        story.nodes.remove_node(story.second, allow_graceful=False)
-        story.until(lambda: count_faults(story.path)["searchers_waiting"] > before, "the searcher to be missed")
+        waiting_count = count_faults(story.path)["searchers_waiting"]
+        story.nodes.remove_node(story.second_node, allow_graceful=False)
+        story.until(lambda: count_faults(story.path)["searchers_waiting"] > waiting_count, "the searcher to be missed")
         story.wait_for_steps(20)
         story.add_node(1)
         story.wait_for_rows("searcher-1")
@@ -363,13 +363,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stories", default=",".join(STORIES))
     parser.add_argument("--out", type=Path, default=Path("lab/results/cluster_faults.csv"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.update({"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"})
     os.environ.update({"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"})
     python_path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
-    is_new = not given.out.exists()
-    with given.out.open("a", newline="") as file:
+    is_new = not options.out.exists()
+    with options.out.open("a", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         if is_new:
             writer.writeheader()
@@ -379,7 +379,7 @@ def main() -> int:
             file.flush()
             print(row, flush=True)
 
-        results = [tell(name, write) for name in given.stories.split(",")]
+        results = [tell(name, write) for name in options.stories.split(",")]
     return 0 if all(results) else 1
 
 

@@ -114,7 +114,7 @@ def fullest_gb(recipe: Recipe, searchers: int, ranks: int, gpus: int) -> float:
     return (trainer * ranks + searcher * searchers if gpus == 1 else max(trainer, searcher)) / 1e9
 
 
-def after(model: str, trained: str, engine: str, gpus: str) -> Row:
+def sized_row(model: str, trained: str, engine: str, gpus: str) -> Row:
     """Returns what a case is sized to now."""
     from tba.runs.recipe_resolution import hardware_of
     from tba.runtime.sizing import refuse_what_cannot_fit, sizing_flags, unused_gpus
@@ -131,23 +131,23 @@ def after(model: str, trained: str, engine: str, gpus: str) -> Row:
         outcome, words = "refused", str(error)
     idle = int(idle_words.partition(" ")[0]) if idle_words else 0
     counts = recipe.trainer.count, recipe.searcher_count
-    fullest = fullest_gb(recipe, counts[1], counts[0], len(hardware.gpus))
-    sizes = (*counts, recipe.model.gpus_per_searcher, idle, round(fullest, 1))
+    fullest_gpu_gb = fullest_gb(recipe, counts[1], counts[0], len(hardware.gpus))
+    sizes = (*counts, recipe.model.gpus_per_searcher, idle, round(fullest_gpu_gb, 1))
     return Row("after", model, trained, engine, gpus, outcome, *sizes, words)
 
 
-def before(model: str, trained: str, engine: str, gpus: str) -> Row:
+def unsized_row(model: str, trained: str, engine: str, gpus: str) -> Row:
     """Returns where a case was placed at e85a5d76, which neither sized nor refused it."""
     from tba.runtime.cluster.placement import Node, plan
 
     recipe, (count, each, _) = recipe_of(model, trained, engine), map(int, NODES[gpus].split("x"))
     nodes = [Node(str(i), f"node {i}", 64, each, 1e12, here=not i) for i in range(count)]
     placements = plan(recipe, nodes, [f"searcher-{i}" for i in range(recipe.searcher_count)])
-    used = Counter(placement.resources["GPU"] > 0 for placement in placements)[True]
-    fullest = fullest_gb(recipe, recipe.searcher_count, recipe.trainer.count, count * each)
+    used_gpus = Counter(placement.resources["GPU"] > 0 for placement in placements)[True]
+    fullest_gpu_gb = fullest_gb(recipe, recipe.searcher_count, recipe.trainer.count, count * each)
     sizes = (recipe.trainer.count, recipe.searcher_count, recipe.model.gpus_per_searcher)
-    idle = max(0, count * each - used)
-    return Row("before", model, trained, engine, gpus, "not checked", *sizes, idle, round(fullest, 1), "")
+    idle = max(0, count * each - used_gpus)
+    return Row("before", model, trained, engine, gpus, "not checked", *sizes, idle, round(fullest_gpu_gb, 1), "")
 
 
 def rows_of(clone: Path) -> list[Row]:
@@ -184,19 +184,19 @@ def main() -> None:
     parser.add_argument("--print-before", action="store_true", help="print the rows of this code's clusters as JSON")
     options = parser.parse_args()
     if options.print_before:
-        print(json.dumps([[*vars(before(*case)).values()] for case in cases()]))
+        print(json.dumps([[*vars(unsized_row(*case)).values()] for case in cases()]))
         return
-    rows = [after(*case) for case in cases()]
+    rows = [sized_row(*case) for case in cases()]
     earlier_rows = [] if options.before is None else rows_of(options.before)
     with ROWS.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, vars(rows[0]).keys())
         writer.writeheader()
         writer.writerows(vars(row) for row in (*earlier_rows, *rows))
     for engine in ("transformers", "vllm"):
-        chosen = [
+        engine_rows = [
             row for row in rows if row.engine == engine or row.trained == "LoRA 4-bit"
         ]  # transformers alone has it
-        print(f"{engine}\n", *table(chosen), "", sep="\n")
+        print(f"{engine}\n", *table(engine_rows), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -71,19 +71,19 @@ class Sender:
         return rows, times
 
 
-def measured(home: Path, senders: int, seconds: float) -> dict[str, float]:
+def measure_rates(home: Path, senders: int, seconds: float) -> dict[str, float]:
     """Returns the rate and the times of a number of senders, each of which has sent a second before."""
     run = RunDirectory.create(home / f"run-{senders}", "quickstart", [], find("quickstart"))
     exchange = remote(concurrency_groups={"journal": 1, "weights": 1}, num_cpus=0)(ExchangeActor).remote(str(run.path))
     actors = [remote(num_cpus=0)(Sender).remote(exchange, f"searcher-{i}") for i in range(senders)]
     ray.get([actor.send.remote(1.0) for actor in actors], timeout=DEADLINE)
     began = time.monotonic()
-    sent = ray.get([actor.send.remote(seconds) for actor in actors], timeout=DEADLINE + seconds)
+    sent_counts = ray.get([actor.send.remote(seconds) for actor in actors], timeout=DEADLINE + seconds)
     wall = time.monotonic() - began
-    times = [s for _, times in sent for s in times]
+    times = [s for _, times in sent_counts for s in times]
     for actor in (*actors, exchange):
         ray.kill(actor)
-    rows = sum(count for count, _ in sent)
+    rows = sum(count for count, _ in sent_counts)
     size = (run.path / "journal.sqlite").stat().st_size + (run.path / "journal.sqlite-wal").stat().st_size
     return {
         "senders": senders,
@@ -109,7 +109,7 @@ def main() -> None:
         ray.init(
             num_cpus=2, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
-        rows = [measured(Path(home), int(n), arguments.seconds) for n in arguments.senders.split(",")]
+        rows = [measure_rates(Path(home), int(n), arguments.seconds) for n in arguments.senders.split(",")]
     finally:
         ray.shutdown()
         shutil.rmtree(home, ignore_errors=True)

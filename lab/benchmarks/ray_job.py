@@ -98,11 +98,11 @@ class Story:
     def logs(self, job: str) -> str:
         return ray("job", "logs", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
 
-    def wait_for_steps(self, job: str, least: int) -> None:
+    def wait_for_steps(self, job: str, step_target: int) -> None:
         limit = time.monotonic() + DEADLINE
-        while self.steps() < least:
+        while self.steps() < step_target:
             if "FAILED" in self.status(job) or time.monotonic() > limit:
-                raise RuntimeError(f"no step {least} of {job}: {self.logs(job)[-3000:]}")
+                raise RuntimeError(f"no step {step_target} of {job}: {self.logs(job)[-3000:]}")
             time.sleep(5 * POLL)
 
 
@@ -110,20 +110,22 @@ def tell(home: Path, write: Callable[[list[object]], None]) -> None:
     """Tell the story, and write a row for each event."""
     story = Story(home)
     journal = story.run / "journal.sqlite"
-    first = story.submit(1)
-    story.wait_for_steps(first, 20)
-    moved = next((line for line in story.logs(first).splitlines() if "cannot hold the trainer" in line), "NOT MOVED")
-    write(["submitted", story.steps(), len(rows_of(journal)), 0, moved])
-    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", first)
-    until(lambda: "STOPPED" in story.status(first), "the stopped job")
+    first_job = story.submit(1)
+    story.wait_for_steps(first_job, 20)
+    relocation_line = next(
+        (line for line in story.logs(first_job).splitlines() if "cannot hold the trainer" in line), "NOT MOVED"
+    )
+    write(["submitted", story.steps(), len(rows_of(journal)), 0, relocation_line])
+    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", first_job)
+    until(lambda: "STOPPED" in story.status(first_job), "the stopped job")
     step, rows, checkpoint = story.steps(), rows_of(journal), newest_checkpoint(story.run / "checkpoints")
     write(["stopped", step, len(rows), 0, f"checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
-    second = story.submit(2)
-    story.wait_for_steps(second, step + 10)
+    second_job = story.submit(2)
+    story.wait_for_steps(second_job, step + 10)
     now = rows_of(journal)
     write(["submitted again", story.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
-    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", second)
-    until(lambda: "STOPPED" in story.status(second), "the stopped job")
+    ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", second_job)
+    until(lambda: "STOPPED" in story.status(second_job), "the stopped job")
 
 
 def main() -> int:

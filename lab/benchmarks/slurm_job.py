@@ -86,10 +86,14 @@ class Job:
         rows = read_metrics(self.run) if self.run.exists() else []
         return int(rows[-1]["step"]) if rows else 0
 
-    def wait_for_steps(self, least: int) -> None:
-        until(lambda: self.steps() >= least or self.fact("JobState") in ("FAILED", "TIMEOUT"), f"step {least}")
-        if self.steps() < least:
-            raise RuntimeError(f"the job ended before step {least}: {self.fact('JobState')}, {self.fact('Reason')}")
+    def wait_for_steps(self, step_target: int) -> None:
+        until(
+            lambda: self.steps() >= step_target or self.fact("JobState") in ("FAILED", "TIMEOUT"), f"step {step_target}"
+        )
+        if self.steps() < step_target:
+            raise RuntimeError(
+                f"the job ended before step {step_target}: {self.fact('JobState')}, {self.fact('Reason')}"
+            )
 
 
 def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> None:

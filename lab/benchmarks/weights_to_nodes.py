@@ -94,9 +94,11 @@ def main() -> None:
     store: dict[str, Any] = {"object_store_memory": int(5e6 * arguments.mb)}
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
     try:
-        others = [nodes.add_node(num_cpus=1, **store) for _ in range(arguments.nodes)]
+        other_raylets = [nodes.add_node(num_cpus=1, **store) for _ in range(arguments.nodes)]
         ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        on = {node: NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in (nodes.head_node, *others)}
+        on = {
+            node: NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in (nodes.head_node, *other_raylets)
+        }
         run = RunDirectory.create(Path(home) / "run", "quickstart", [], find("quickstart"))
         directory, size = WeightDirectory(run.weights), arguments.mb << 20
         exchange = remote(concurrency_groups={"journal": 1, "weights": 1}, num_cpus=0)(Gateway)
@@ -106,7 +108,7 @@ def main() -> None:
         taker = remote(num_cpus=0)(Taker)
         takers = [
             taker.options(scheduling_strategy=on[node]).remote(exchange, f"searcher-{i}")
-            for i, node in enumerate(others)
+            for i, node in enumerate(other_raylets)
         ]
         head: Any = nodes.head_node
         raylet = head.all_processes["raylet"][0].process.pid
@@ -115,9 +117,9 @@ def main() -> None:
             all_from_trainer, version = number % 2 == 1, Version(0, number)
             tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
             directory.publish({"weight": tensor}, version, Manifest())
-            before, began = bytes_sent_by(raylet), time.perf_counter()
+            bytes_before, began = bytes_sent_by(raylet), time.perf_counter()
             ray.get([t.take.remote(version, all_from_trainer) for t in takers], timeout=DEADLINE)
-            seconds, sent_bytes = time.perf_counter() - began, bytes_sent_by(raylet) - before
+            seconds, sent_bytes = time.perf_counter() - began, bytes_sent_by(raylet) - bytes_before
             if number > 1:  # by then the gateway knows the nodes
                 figures[all_from_trainer].append((sent_bytes / size, seconds))
         for all_from_trainer, rows in figures.items():

@@ -369,30 +369,30 @@ def shortest_row(batch: Batch) -> Tensor:
 
 
 def score_in_passes(
-    answered: Sequence[AnsweredPrompt],
+    answered_prompts: Sequence[AnsweredPrompt],
     scores_of: Callable[[Batch], Iterable[ScoresOfAnswer]],
     tokens_per_pass: int,
     share_prompt: bool,
 ) -> list[list[ScoresOfAnswer]]:
     """Returns the scores of completions of several prompts; `scores_of` gives those of one pass, row by row."""
-    if not any(completions for _, completions in answered):
-        return [[] for _ in answered]
-    batch = answers_to_score(answered)
+    if not any(completions for _, completions in answered_prompts):
+        return [[] for _ in answered_prompts]
+    batch = answers_to_score(answered_prompts)
     scores: dict[int, ScoresOfAnswer] = {}
     for rows in micro_batches(batch, tokens_per_pass, share_prompt=share_prompt):
         scores |= zip(rows.tolist(), scores_of(batch.select(rows)), strict=True)
     rows_in_order = iter(range(batch.rows))
-    return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered]
+    return [[scores[next(rows_in_order)] for _ in completions] for _, completions in answered_prompts]
 
 
-def answers_to_score(answered: Sequence[AnsweredPrompt]) -> Batch:
+def answers_to_score(answered_prompts: Sequence[AnsweredPrompt]) -> Batch:
     """Returns a batch of answers to be scored, whose rewards and reference log-probabilities are not known yet: 0."""
-    completions = [c for _, completions in answered for c in completions]
+    completions = [c for _, completions in answered_prompts for c in completions]
     length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)
-    prompt_length_G = np.array([len(prompt.tokens) for prompt, _ in answered], dtype=np.int64)
-    prompt_GP = np.zeros((len(answered), prompt_length_G.max()), dtype=np.int64)
+    prompt_length_G = np.array([len(prompt.tokens) for prompt, _ in answered_prompts], dtype=np.int64)
+    prompt_GP = np.zeros((len(answered_prompts), prompt_length_G.max()), dtype=np.int64)
     completion_BT = np.zeros((len(completions), length_B.max()), dtype=np.int64)
-    for row, (prompt, _) in zip(prompt_GP, answered, strict=True):
+    for row, (prompt, _) in zip(prompt_GP, answered_prompts, strict=True):
         row[: len(prompt.tokens)] = prompt.tokens
     mask_BT = np.arange(length_B.max()) < length_B[:, None]
     for row, mask, completion in zip(completion_BT, mask_BT, completions, strict=True):
@@ -407,6 +407,6 @@ def answers_to_score(answered: Sequence[AnsweredPrompt]) -> Batch:
         mask_BT=torch.from_numpy(mask_BT),
         log_reference_BT=torch.zeros(completion_BT.shape),
         reward_B=torch.zeros(len(completions)),
-        group_B=torch.from_numpy(np.repeat(np.arange(len(answered)), [len(c) for _, c in answered])),
+        group_B=torch.from_numpy(np.repeat(np.arange(len(answered_prompts)), [len(c) for _, c in answered_prompts])),
         segment_start_BL=segment_starts(completions),
     )

@@ -115,10 +115,10 @@ class ClusterSettings:
     # those that the cluster has when the run begins
     working_dir: Path | None = None  # folder that Ray copies to the workers' nodes, such as that of modules that the
     # recipe imports; None: nothing is copied
-    start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer, and for the first searcher,
-    # and to start a part; other searchers wait for room as long as it takes
-    silence_deadline: float = 300.0  # seconds that a part's process may be without an answer, or a part without a
-    # heartbeat, before it is killed and restarted; a trainer has five times a step and a checkpoint, if that is more
+    start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer and the first searcher, or
+    # to start a worker; other searchers wait for room as long as it takes
+    silence_deadline: float = 300.0  # seconds that a worker may be without an answer, or without a heartbeat, before
+    # it is killed and restarted; a trainer has five times a step and a checkpoint, if that is more
 
     def __post_init__(self) -> None:
         self.described_nodes()

@@ -675,8 +675,8 @@ def test_rounded_keys_and_values_sample_near_the_policy_also_after_an_update(mod
     engine = replace(model, vllm=VllmSettings(kv_cache_dtype=ROUNDED_CACHE)).engine(Version(), longest_prompt=200)
     prompts, weights = prompts_of(40, 150), changed(model)
     engine.load(weights, Version(0, 4))
-    answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
-    distance = farthest(answered, trained_on(model, prompts, answered, 1.0, weights))
+    answers = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
+    distance = farthest(answers, trained_on(model, prompts, answers, 1.0, weights))
     assert TOLERANCE < distance < 1.0  # something is rounded, and it is not another model
 
 

@@ -139,15 +139,17 @@ def test_half_precision_sums_the_heads_gradient_in_float32() -> None:
 @pytest.mark.parametrize("kept_rows", [0, 9, TOKENS])
 def test_what_is_kept_in_bfloat16_is_made_in_chunks_and_is_the_same_whatever_is_kept(kept_rows: int) -> None:
     """Of one chunk's logits everything is made where all is kept; the sums of gradients are in float32 either way."""
-    hidden, weight, _, target = leaves(scale=0.5)
-    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    hidden_MW, weight, _, target = leaves(scale=0.5)
+    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden_MW, weight))
     results = []
     for rows, chunk in ((kept_rows, 4), (TOKENS, TOKENS)):
         buffer = ProbabilityBuffer(rows * VOCABULARY * 2)
         log_M = token_log_probabilities(low_hidden, Head(low_weight), target, 0.7, chunk, buffer)
         results.append([log_M.detach(), *gradients(log_M, [low_hidden, low_weight])])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)  # of products rounded to 8 bits, in other chunks
+    for first_result, second_result in zip(*results, strict=True):
+        torch.testing.assert_close(
+            first_result, second_result, rtol=2**-6, atol=2**-6
+        )  # of products rounded to 8 bits, in other chunks
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
 
 
@@ -204,13 +206,15 @@ def test_the_function_that_is_compiled_for_kept_probabilities_gives_the_same(mon
     """Traced and not made into a kernel, which takes a compiler and half a minute."""
     traced = torch.compile(heads._surplus_of_logits, dynamic=True, backend="eager")
     monkeypatch.setattr(heads, "_compiled_surplus", lambda: traced)
-    hidden, weight, _, target = leaves(scale=0.5)
-    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    hidden_MW, weight, _, target = leaves(scale=0.5)
+    low_hidden, low_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden_MW, weight))
     results = []
     for compiled in (True, False):
         head, buffer = Head(low_weight, compiled=compiled), ProbabilityBuffer(20 * VOCABULARY * 2)
         log_M = token_log_probabilities(low_hidden, head, target, 0.7, 8, buffer)
         results.append([log_M.detach(), *gradients(log_M, [low_hidden, low_weight])])
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)  # a probability between two of 8 bits
+    for first_result, second_result in zip(*results, strict=True):
+        torch.testing.assert_close(
+            first_result, second_result, rtol=2**-7, atol=2**-7
+        )  # a probability between two of 8 bits

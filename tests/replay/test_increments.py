@@ -56,9 +56,9 @@ def test_the_increments_of_a_journal_are_the_journal_at_every_moment(tmp_path: P
         restore_journal(copy, files)
         assert content(copy) == content(journal)
     assert len(content(copy)["bodies"]) < len(content(copy)["trajectories"]) == 603
-    with JournalFollower(copy) as restored, JournalWriter(copy, "two") as writer:
+    with JournalFollower(copy) as restored_journal, JournalWriter(copy, "two") as writer:
         writer.put([trajectory(9, uid="c")], (), {})
-        assert restored.totals().rows == 604
+        assert restored_journal.totals().rows == 604
         assert writer.known(["a0", "b0", "c", "d"]) == {"a0", "b0", "c"}
 
 
@@ -69,16 +69,16 @@ def test_writers_and_checkpoints_go_on_while_an_increment_is_made(tmp_path: Path
         writer.put([trajectory(1, uid=f"a{n}") for n in range(600)], (), {})
         rows = Database.rows
 
-        def interrupted(database: Database, query: str, *parameters: object) -> list[tuple[Any, ...]]:
+        def interrupted_rows(database: Database, query: str, *parameters: object) -> list[tuple[Any, ...]]:
             nonlocal steps
-            found = rows(database, query, *parameters)
+            query_rows = rows(database, query, *parameters)
             if query.startswith("INSERT INTO increment.bodies") and steps < 3:
                 steps += 1
                 writer.put([trajectory(1, uid=f"b{steps}")], (), {})
                 assert follower.checkpoint()  # nobody reads: the log is emptied
-            return found
+            return query_rows
 
-        monkeypatch.setattr(Database, "rows", interrupted)
+        monkeypatch.setattr(Database, "rows", interrupted_rows)
         end = write_increment(journal, tmp_path / "increment", IncrementEnd())
     assert (steps, end.rows) == (3, 603)
     restore_journal(tmp_path / "copy.sqlite", [tmp_path / "increment"])

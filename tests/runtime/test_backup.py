@@ -79,7 +79,7 @@ def test_a_killed_run_whose_folder_is_gone_goes_on_from_its_backup(tmp_path: Pat
     newest = Backup.read(shared / "run")
     assert newest is not None
     steps = steps_of(shared / "run" / newest.state)
-    again = command(
+    resumed_command = command(
         "resume",
         str(shared / "run"),
         "--runs",
@@ -88,21 +88,21 @@ def test_a_killed_run_whose_folder_is_gone_goes_on_from_its_backup(tmp_path: Pat
         "--steps",
         str(steps + 20),
     )
-    out, err = again.communicate(SECONDS)
-    assert again.returncode == 0, err
+    out, err = resumed_command.communicate(SECONDS)
+    assert resumed_command.returncode == 0, err
     assert f"copied back from the backup at {shared / 'run'}" in " ".join(out.split())
     summary = Summary.read(run)
     assert summary is not None
     assert summary.trajectories.closes()
     assert summary.tokens.closes()
     assert summary.steps == steps + 20
-    last = Backup.read(shared / "run")  # the run that goes on is backed up, too, with its summary
-    assert last is not None
-    assert last.end.rows == rows_of(run)
-    assert (shared / "run" / last.state / "summary.json").exists()
+    last_backup = Backup.read(shared / "run")  # the run that goes on is backed up, too, with its summary
+    assert last_backup is not None
+    assert last_backup.end.rows == rows_of(run)
+    assert (shared / "run" / last_backup.state / "summary.json").exists()
 
 
-def test_rows_after_the_backup_are_told_by_their_number_and_the_account_closes_without_them(
+def test_the_number_of_rows_after_the_backup_is_reported_and_the_account_closes_without_them(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = writer_of(run, tmp_path / "shared")
@@ -110,55 +110,57 @@ def test_rows_after_the_backup_are_told_by_their_number_and_the_account_closes_w
     rows = rows_of(run)
     inline_again(run, "--steps", "60")
     writer.note_acknowledged()
-    missing = rows_of(run) - rows
-    assert missing > 10
+    missing_count = rows_of(run) - rows
+    assert missing_count > 10
     shutil.rmtree(run)
     assert resume(tmp_path / "shared", tmp_path / "runs", "--steps", "60") == 2
-    restored = tmp_path / "runs" / "shared"
+    restored_run = tmp_path / "runs" / "shared"
     error = capsys.readouterr().err
-    assert f"at least {missing:,} of the {rows + missing:,} trajectories that it held are missing" in error
-    assert main(["resume", str(restored), "--runtime", "inline", "--steps", "60", "--accept-lost-rows"]) == 0
-    summary = Summary.read(restored)
+    assert f"at least {missing_count:,} of the {rows + missing_count:,} trajectories that it held are missing" in error
+    assert main(["resume", str(restored_run), "--runtime", "inline", "--steps", "60", "--accept-lost-rows"]) == 0
+    summary = Summary.read(restored_run)
     assert summary is not None
-    assert (summary.steps, summary.trajectories.damaged) == (60, missing)
+    assert (summary.steps, summary.trajectories.damaged) == (60, missing_count)
     assert summary.trajectories.closes()
     assert summary.tokens.closes()
 
 
-def test_killed_at_any_step_the_last_complete_backup_stays(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    place, restored = tmp_path / "shared", tmp_path / "restored"
+def test_a_backup_that_is_killed_at_any_step_leaves_the_last_complete_backup(
+    run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    place, restored_run = tmp_path / "shared", tmp_path / "restored"
     writer_of(run, place).back_up()
-    before = rows_of(run)
+    rows_before = rows_of(run)
     inline_again(run, "--steps", "60")
-    after, kills, code, found = rows_of(run), 1 - STRIDE, -signal.SIGKILL, set()
+    rows_after, kills, code, restored_rows = rows_of(run), 1 - STRIDE, -signal.SIGKILL, set()
     while code == -signal.SIGKILL:
         kills += STRIDE
         code = ended(forked(partial(back_up_until_killed, run, place, kills)))
-        restore_run(place, restored)
-        found.add(rows_of(restored))
-        checkpoint, damage = newest_sound_checkpoint(restored / "checkpoints")
+        restore_run(place, restored_run)
+        restored_rows.add(rows_of(restored_run))
+        checkpoint, damage = newest_sound_checkpoint(restored_run / "checkpoints")
         assert checkpoint is not None
-        assert checkpoint.version.step == (40 if rows_of(restored) == before else 60)
+        assert checkpoint.version.step == (40 if rows_of(restored_run) == rows_before else 60)
         assert not damage
-        shutil.rmtree(restored)
-    assert (code, found) == (0, {before, after})
+        shutil.rmtree(restored_run)
+    assert (code, restored_rows) == (0, {rows_before, rows_after})
     assert kills > 5 * STRIDE
 
 
 def back_up_until_killed(run: Path, place: Path, calls: int) -> None:
     """Back up, and be killed at the call of this number that changes names or flushes a file, if there are as many."""
-    left = iter(range(calls - 1))
+    calls_left = iter(range(calls - 1))
 
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+    def deadly_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if next(left, None) is None:
+            if next(calls_left, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
 
         return call
 
     for name in ("replace", "rename", "fsync", "unlink"):
-        setattr(os, name, dying(getattr(os, name)))
+        setattr(os, name, deadly_function(getattr(os, name)))
     writer_of(run, place).back_up()
 
 

@@ -55,9 +55,9 @@ def sized(recipe: Recipe, hardware: Machine | ClusterNodes) -> Recipe:
 
 
 def refusal(recipe: Recipe, hardware: Machine | ClusterNodes) -> str:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error_info:
         refuse_what_cannot_fit(recipe, hardware)
-    return str(refused.value)
+    return str(error_info.value)
 
 
 def gpu_bytes(recipe: Recipe) -> dict[str, int]:
@@ -84,21 +84,21 @@ def test_no_worker_of_a_plan_needs_more_than_its_gpu_and_idle_gpus_are_named(
     plan = sized(recipe, hardware)
     if memory_shortage(plan, hardware) is not None:
         return
-    placed, need, each = places_on(plan, hardware), gpu_bytes(plan), plan.model.gpus_per_searcher
+    worker_places, need, each = places_on(plan, hardware), gpu_bytes(plan), plan.model.gpus_per_searcher
     load = Counter[int]()
-    for worker, place in placed.items():
+    for worker, place in worker_places.items():
         load[place.gpus[0]] += need["trainer" if worker.startswith("trainer") else "searcher"]
         assert len(place.gpus) == (1 if worker.startswith("trainer") else each)
     assert all(load[gpu] <= USABLE * gb * GB for gpu in load)
-    taken = Counter(gpu for place in placed.values() for gpu in place.gpus)
-    assert sum(nodes) == 1 or set(taken.values()) == {1}
-    ends = [sum(nodes[: i + 1]) for i in range(len(nodes))]
-    for place in placed.values():  # of one node
-        assert any(start <= min(place.gpus) and max(place.gpus) < end for start, end in pairwise([0, *ends]))
-    idle_count, idle_note = sum(nodes) - len(taken), unused_gpus(plan, hardware)
+    gpu_counts = Counter(gpu for place in worker_places.values() for gpu in place.gpus)
+    assert sum(nodes) == 1 or set(gpu_counts.values()) == {1}
+    node_ends = [sum(nodes[: i + 1]) for i in range(len(nodes))]
+    for place in worker_places.values():  # of one node
+        assert any(start <= min(place.gpus) and max(place.gpus) < end for start, end in pairwise([0, *node_ends]))
+    idle_count, idle_note = sum(nodes) - len(gpu_counts), unused_gpus(plan, hardware)
     assert (idle_note is None) == (idle_count == 0)
     assert idle_note is None or idle_note.startswith(f"{idle_count} GPU")
-    assert len(placed) == plan.trainer.count + plan.searcher_count  # nobody waits
+    assert len(worker_places) == plan.trainer.count + plan.searcher_count  # nobody waits
 
 
 @pytest.mark.parametrize("model", ["0.5 B", "7 B", "14 B"])
@@ -135,9 +135,11 @@ def test_72_b_is_refused_by_what_one_gpu_would_hold_of_it() -> None:
     assert plan.trainer.count % 8 == 0
     assert gpu_bytes(plan)["trainer"] <= USABLE * 80 * GB  # its 1.3 TB are shared by the ranks
     assert refusal(plan, hardware).startswith("the searcher needs 395.4 GiB of its GPU, of which 70.8 GiB are usable")
-    small = sized(override(recipe_of("72 B", trained="LoRA 4-bit"), ["--model.generation.slots", "64"], ""), hardware)
-    assert small.trainer.count == 1  # a base in 4 bits is not sharded
-    refuse_what_cannot_fit(small, cluster(*[8] * 8, gb=141))
+    small_plan = sized(
+        override(recipe_of("72 B", trained="LoRA 4-bit"), ["--model.generation.slots", "64"], ""), hardware
+    )
+    assert small_plan.trainer.count == 1  # a base in 4 bits is not sharded
+    refuse_what_cannot_fit(small_plan, cluster(*[8] * 8, gb=141))
 
 
 def test_ranks_beyond_one_node_are_whole_nodes_where_there_are_enough() -> None:
@@ -147,8 +149,10 @@ def test_ranks_beyond_one_node_are_whole_nodes_where_there_are_enough() -> None:
         assert plan.trainer.count == ranks
         fits = gpu_bytes(plan)["trainer"] <= USABLE * 80 * GB
         assert fits == (nodes != [8])
-    fewest = next(n for n in range(9, 16) if gpu_bytes(replace(recipe, trainer=RankSettings(n)))["trainer"] <= 76 * GB)
-    assert fewest == 11  # of which whole nodes make 16
+    fewest_ranks = next(
+        n for n in range(9, 16) if gpu_bytes(replace(recipe, trainer=RankSettings(n)))["trainer"] <= 76 * GB
+    )
+    assert fewest_ranks == 11  # of which whole nodes make 16
 
 
 def test_an_engine_of_vllm_is_spread_over_as_few_gpus_as_hold_it_and_ranks_take_what_no_engine_can_use() -> None:
@@ -158,22 +162,22 @@ def test_an_engine_of_vllm_is_spread_over_as_few_gpus_as_hold_it_and_ranks_take_
     assert (plan.trainer.count, plan.searchers, unused_gpus(plan, hardware)) == (6, 29, None)
     refuse_what_cannot_fit(plan, hardware)
     assert gpu_bytes(replace(plan, trainer=RankSettings(5)))["trainer"] <= USABLE * 141 * GB  # but 3 GPUs are odd
-    odd = sized(replace(recipe, trainer=RankSettings(5)), hardware)
-    assert str(unused_gpus(odd, hardware)).startswith("1 GPU is unused: an engine takes 2 GPUs of one node")
-    assert place_descriptions(odd, hardware)["node 1"] == "5 ranks of the trainer, 1 searcher, 1 GPU unused"
+    odd_plan = sized(replace(recipe, trainer=RankSettings(5)), hardware)
+    assert str(unused_gpus(odd_plan, hardware)).startswith("1 GPU is unused: an engine takes 2 GPUs of one node")
+    assert place_descriptions(odd_plan, hardware)["node 1"] == "5 ranks of the trainer, 1 searcher, 1 GPU unused"
     assert "--model.vllm.tensor-parallel" not in sizing_flags(recipe_of("7 B", "vllm"), hardware)
 
 
 def test_gpus_that_a_users_numbers_leave_are_named() -> None:
     hardware = cluster(*[8] * 8)
-    few = sized(replace(recipe_of(), searchers=1, trainer=RankSettings(2)), hardware)
-    assert str(unused_gpus(few, hardware)).startswith("61 GPUs are unused: give more --searchers")
+    small_plan = sized(replace(recipe_of(), searchers=1, trainer=RankSettings(2)), hardware)
+    assert str(unused_gpus(small_plan, hardware)).startswith("61 GPUs are unused: give more --searchers")
     halves = replace(recipe_of("0.5 B"), cluster=ClusterSettings(searcher_gpus=0.5))
     assert sizing_flags(halves, hardware) == []
     assert str(unused_gpus(replace(halves, searchers=100), hardware)).startswith("13 GPUs are unused: give more")
     refuse_what_cannot_fit(halves, hardware)
-    by_hand = override(recipe_of(), ["--cluster.searcher-gpus", "0.5", "--trainer.ranks", "2"], "")
-    assert refusal(by_hand, hardware).startswith(
+    reserved_recipe = override(recipe_of(), ["--cluster.searcher-gpus", "0.5", "--trainer.ranks", "2"], "")
+    assert refusal(reserved_recipe, hardware).startswith(
         "the searcher needs 52.4 GiB of 0.5 of a GPU, of which 35.4 GiB are usable: set --model.generation.slots"
     )
 
@@ -182,8 +186,8 @@ def test_searchers_without_a_gpu_wait_for_nodes_and_ranks_do_not() -> None:
     plan = sized(replace(recipe_of("0.5 B"), searchers=10), cluster(4))
     refuse_what_cannot_fit(plan, cluster(4))
     assert place_descriptions(plan, cluster(4))["waiting for more nodes"] == "7 searchers"
-    whole = sized(replace(recipe_of("0.5 B"), cluster=ClusterSettings(trainer_gpus=1)), cluster(1))
-    assert place_descriptions(whole, cluster(1)) == {
+    whole_gpu_plan = sized(replace(recipe_of("0.5 B"), cluster=ClusterSettings(trainer_gpus=1)), cluster(1))
+    assert place_descriptions(whole_gpu_plan, cluster(1)) == {
         "node 1": "1 rank of the trainer",
         "waiting for more nodes": "1 searcher",
     }
@@ -210,8 +214,8 @@ def test_each_nodes_own_memory_holds_what_its_workers_have_there() -> None:
     plan = sized(recipe, cluster(4, 8))
     refuse_what_cannot_fit(plan, cluster(4, 8, memory=300 * GB))
     assert refusal(plan, cluster(4, 8, memory=200 * GB)).startswith("the run needs on node 2 ")  # has 7 searchers
-    on_cpu = replace(recipe, model=replace(recipe.model, device="cpu"))
-    assert ", and the cluster has 18.6 GiB" in refusal(on_cpu, cluster(4, 8, memory=10 * GB))
+    cpu_recipe = replace(recipe, model=replace(recipe.model, device="cpu"))
+    assert ", and the cluster has 18.6 GiB" in refusal(cpu_recipe, cluster(4, 8, memory=10 * GB))
 
 
 def test_gpus_of_unknown_memory_are_used_and_the_run_says_that_nobody_knows() -> None:

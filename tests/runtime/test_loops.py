@@ -79,11 +79,11 @@ def test_a_gpu_s_updates_are_recorded_a_step_later_and_nothing_is_lost_or_out_of
     recorded: list[int] = []
     record = train._record
 
-    def noted(version_before: Version, *arguments: Any) -> None:
+    def note_version(version_before: Version, *arguments: Any) -> None:
         recorded.append(version_before.step + 1)
         record(version_before, *arguments)
 
-    monkeypatch.setattr(train, "_record", noted)
+    monkeypatch.setattr(train, "_record", note_version)
     counts = []
     while not train.finished:
         train.batches.wait_for_prefetch()

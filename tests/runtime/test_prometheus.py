@@ -26,7 +26,7 @@ from tba.types import Json
 TOKEN = "a-token-of-24-characters"
 
 
-def scraped(url: str, token: str | None = None) -> dict[tuple[str, str], float]:
+def scraped_values(url: str, token: str | None = None) -> dict[tuple[str, str], float]:
     """Each sample by its name and what it is of: the value of its second label, if it has one."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     with urlopen(Request(url, headers=headers), timeout=30) as answer:
@@ -44,27 +44,27 @@ def test_a_run_in_progress_gives_its_newest_step_its_rates_and_its_faults(tmp_pa
     lines: list[str] = []
     view = View(terminal())
     object.__setattr__(view, "say", lines.append)
-    seen: list[tuple[int, dict[tuple[str, str], float]]] = []
+    scrapes: list[tuple[int, dict[tuple[str, str], float]]] = []
 
     def scrape(row: Mapping[str, Json]) -> None:
         if row["step"] == 7:
             record_fault(run.path, "reward_retries", "one that this test has made")
         (url,) = [line.removeprefix("figures for Prometheus at ") for line in lines]
         with pytest.raises(HTTPError, match="401"):
-            scraped(url, TOKEN + "x")
-        seen.append((row["step"], scraped(url, TOKEN)))
+            scraped_values(url, TOKEN + "x")
+        scrapes.append((row["step"], scraped_values(url, TOKEN)))
 
     execute(recipe, run, view, Callbacks(on_step=scrape))
     rows = {row["step"]: row for row in read_metrics(run.path)}
-    assert [step for step, _ in seen] == list(range(1, 13))
-    for step, samples in seen:
+    assert [step for step, _ in scrapes] == list(range(1, 13))
+    for step, samples in scrapes:
         row = rows[int(samples["tba_step", ""])]
         assert row["step"] >= step
         for name in ("reward", "lag", "ess", "trainer_idle", "searcher_generating", "evaluating", "journal_rows"):
             assert samples[f"tba_{name}", ""] == row[name], name
         assert samples["tba_faults_total", "reward_retries"] == (step >= 7)
         assert samples["tba_faults_total", "searcher_restarts"] == 0
-    assert seen[-1][1]["tba_generated_tokens_per_second", ""] > 0
+    assert scrapes[-1][1]["tba_generated_tokens_per_second", ""] > 0
     with pytest.raises(OSError, match="refused"):  # it has ended with the run
         socket.create_connection(("127.0.0.1", int(lines[0].rpartition(":")[2].partition("/")[0])), timeout=5)
 
@@ -86,8 +86,8 @@ def test_who_could_be_reached_by_others_needs_a_token_that_is_not_easy_to_guess(
 
 
 def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as port_owner:
+        port = port_owner.getsockname()[1]
         with (
             pytest.raises(UserError, match=rf"127.0.0.1:{port} \(.*\): give another --record.prometheus.port"),
             PrometheusSettings(port).serve(tmp_path, print),

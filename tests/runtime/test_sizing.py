@@ -421,7 +421,7 @@ def test_what_a_resumed_run_is_told_to_change_can_be_changed(at: Models) -> None
     seven, host = decided(recipe_of("math", at(SEVEN)), machine(80, 80)), machine(80, 80)
     assert "--model.lora.rank 16" in refusal(seven, host)
     with pytest.raises(UserError) as refused:
-        refuse_what_cannot_fit(seven, host, resumed=True)
+        refuse_what_cannot_fit(seven, host, is_resumed=True)
     assert "the trainer needs 136" in str(refused.value)
     assert str(refused.value).endswith("are usable: use more GPUs, or a machine with more memory")
 

@@ -90,11 +90,14 @@ def test_in_no_window_of_an_hour_is_a_searcher_restarted_more_often_than_allowed
     for minute in range(600):
         if victim.code is None and rng.random() < 0.2:
             victim.code = -9
-        before = victim.attempt
+        previous_attempt = victim.attempt
         story.watch(60.0 * minute)
-        restarts += [story.time] * (victim.attempt - before)
+        restarts += [story.time] * (victim.attempt - previous_attempt)
     assert len(restarts) > 20
-    assert all(later - earlier >= HOUR for earlier, later in zip(restarts, restarts[3:], strict=False))
+    assert all(
+        fourth_restart - first_restart >= HOUR
+        for first_restart, fourth_restart in zip(restarts, restarts[3:], strict=False)
+    )
     victim.code = -9
     story.watch(story.time + HOUR)
     assert victim.code is None

@@ -38,20 +38,20 @@ def require_equal_scores(path: Path, recipe: Recipe) -> None:
     model = recipe.model.prepared(recipe.task)
     reference = reference_model_of(recipe, model).reference(recipe.policy_temperature, Version())
     with JournalFollower(path / "journal.sqlite", create=False) as journal:
-        trajectories = {t.uid: t for t in journal.drain()}
+        trajectories = {trajectory.uid: trajectory for trajectory in journal.drain()}
         scores = journal.drain_scores()
         counts = journal.counters()
-    assert {t.reference for t in trajectories.values()} == {ELSEWHERE}
+    assert {trajectory.reference for trajectory in trajectories.values()} == {ELSEWHERE}
     assert len({score.uid for score in scores}) == len(scores) > 20
     assert counts[OWNER]["rescored_trajectories"] == len(scores)
     for score in scores:
-        t = trajectories[score.uid]
-        ((expected,),) = reference.log_probabilities_of([(t.prompt, [t.completion])])
-        assert np.abs(score.log_reference - expected).max() < 1e-5
-        assert np.abs(expected).max() > 0.1
+        trajectory = trajectories[score.uid]
+        ((expected_scores,),) = reference.log_probabilities_of([(trajectory.prompt, [trajectory.completion])])
+        assert np.abs(score.log_reference - expected_scores).max() < 1e-5
+        assert np.abs(expected_scores).max() > 0.1
     with closing(sqlite3.connect(path / "journal.sqlite")) as connection:
-        unscored = {uid for (uid,) in connection.execute("SELECT uid FROM unscored JOIN trajectories USING (seq)")}
-    assert not unscored & {score.uid for score in scores}
+        unscored_uids = {uid for (uid,) in connection.execute("SELECT uid FROM unscored JOIN trajectories USING (seq)")}
+    assert not unscored_uids & {score.uid for score in scores}
 
 
 @pytest.mark.parametrize("adapters", [(), LORA], ids=["all weights", "lora"])
@@ -62,8 +62,8 @@ def test_one_rank_scores_as_searchers_do_and_a_resumed_run_scores_nothing_again(
     summary = inline(path, *BY_TRAINER, *adapters, "--runtime", "inline", "--steps", "6", source=SUMS)
     assert summary.trajectories.closes()
     assert summary.trajectories.trained_total > 0
-    again = inline_again(path, "--steps", "10")
-    assert (again.steps, again.trajectories.closes()) == (10, True)
+    exit_code = inline_again(path, "--steps", "10")
+    assert (exit_code.steps, exit_code.trajectories.closes()) == (10, True)
     require_equal_scores(path, RunDirectory.open(path).recipe())
 
 
@@ -72,8 +72,8 @@ def test_two_ranks_score_as_searchers_do_and_a_killed_one_loses_and_repeats_noth
     tmp_path: Path, adapters: tuple[str, ...]
 ) -> None:
     path = tmp_path / "run"
-    two = ("--runtime", "processes", "--trainer.ranks", "2", "--run.checkpoint-every", "2", "--steps", "12")
-    recipe, run = made(path, *BY_TRAINER, *adapters, *two, source=SUMS)
+    two_ranks = ("--runtime", "processes", "--trainer.ranks", "2", "--run.checkpoint-every", "2", "--steps", "12")
+    recipe, run = made(path, *BY_TRAINER, *adapters, *two_ranks, source=SUMS)
     recipe.model.prepared(recipe.task)
 
     def kill_one() -> None:
@@ -97,11 +97,11 @@ def test_a_trainer_that_scores_needs_its_part_of_the_reference_and_searchers_non
     by_trainer = with_trainer_scores(recipe)
     assert by_trainer is not None
     assert with_trainer_scores(by_trainer) is None
-    before, after = ({need.part: need for need in needs(r)} for r in (recipe, by_trainer))
-    assert set(before) - set(after) == {"reference"}
-    rows = before["reference"].parts["weights"] // 2
-    assert after["trainer"].total == before["trainer"].total + rows
-    assert after["searcher"] == before["searcher"]
+    searcher_needs, trainer_needs = ({need.part: need for need in needs(r)} for r in (recipe, by_trainer))
+    assert set(searcher_needs) - set(trainer_needs) == {"reference"}
+    rows = searcher_needs["reference"].parts["weights"] // 2
+    assert trainer_needs["trainer"].total == searcher_needs["trainer"].total + rows
+    assert trainer_needs["searcher"] == searcher_needs["searcher"]
 
 
 def test_a_reference_that_changes_cannot_be_scored_by_the_trainer(tmp_path: Path) -> None:
@@ -119,26 +119,26 @@ def test_after_a_reset_answers_are_scored_by_the_policy_of_that_step_also_in_a_r
         path, *BY_TRAINER, *resets, "--runtime", "processes", "--trainer.ranks", ranks, "--steps", "8", source=SUMS
     )
     driver = Processes(recipe, run, quiet)
-    first = summarise(recipe, run, driver.searchers, driver.go(), 0.0)
-    assert first.trajectories.closes()
+    first_summary = summarise(recipe, run, driver.searchers, driver.go(), 0.0)
+    assert first_summary.trajectories.closes()
     run.begin_again("resumed", ["--steps", "14"])
     driver = Processes(run.recipe(), run, quiet)
-    again = summarise(run.recipe(), run, driver.searchers, driver.go(), 0.0)
-    assert (again.steps, again.trajectories.closes()) == (14, True)
+    second_summary = summarise(run.recipe(), run, driver.searchers, driver.go(), 0.0)
+    assert (second_summary.steps, second_summary.trajectories.closes()) == (14, True)
     weights = WeightDirectory(run.weights)
-    pinned = [v for v in weights.versions() if PIN_REASON in weights.pins(v)]
+    pinned_versions = [v for v in weights.versions() if PIN_REASON in weights.pins(v)]
     model = recipe.model.prepared(recipe.task)
     with JournalFollower(path / "journal.sqlite", create=False) as journal:
-        trajectories, scores = {t.uid: t for t in journal.drain()}, journal.drain_scores()
-    checked = 0
-    for version in pinned:
+        trajectories, scores = {trajectory.uid: trajectory for trajectory in journal.drain()}, journal.drain_scores()
+    score_count = 0
+    for version in pinned_versions:
         reference = model.reference(recipe.policy_temperature, Version())
         reference.load(weights.at(version).read(), version)
         for score in (s for s in scores if s.reference == version):
-            t = trajectories[score.uid]
-            ((expected,),) = reference.log_probabilities_of([(t.prompt, [t.completion])])
-            assert np.abs(score.log_reference - expected).max() < 1e-5
-            checked += 1
-    assert len(pinned) >= 2
-    assert checked > 20
+            trajectory = trajectories[score.uid]
+            ((expected_scores,),) = reference.log_probabilities_of([(trajectory.prompt, [trajectory.completion])])
+            assert np.abs(score.log_reference - expected_scores).max() < 1e-5
+            score_count += 1
+    assert len(pinned_versions) >= 2
+    assert score_count > 20
     assert len({(s.uid, s.reference) for s in scores}) == len(scores)

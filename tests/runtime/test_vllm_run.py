@@ -61,8 +61,8 @@ def on_a_cluster(path: Path, *overrides: str) -> Summary:
     with tempfile.TemporaryDirectory(prefix="tba") as home:  # short: the names of Ray's sockets begin with it
         environment |= {"HOME": home, "RAY_TMPDIR": home}
         command = [sys.executable, "-m", "tba", "train", "gsm8k", *words, *overrides]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+        completed_process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert completed_process.returncode == 0, completed_process.stderr + completed_process.stdout
     summary = Summary.read(path)
     assert summary is not None
     return summary

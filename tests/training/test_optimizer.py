@@ -329,15 +329,15 @@ def test_an_update_that_the_device_decides_on_is_launched_before_the_norm_is_rea
     of weights and moments and does not count as an update.
     """
     generator = torch.Generator().manual_seed(0)
-    first = torch.randn(5, 7, generator=generator).to(dtype)
+    initial_values = torch.randn(5, 7, generator=generator).to(dtype)
     gradients = [scale * torch.randn(5, 7, generator=generator).to(dtype) for scale in (0.01, 1.0, math.nan, 3.0)]
     settings = OptimizerSettings(lr=0.1, schedule=WarmupConstant(3), clip_norm=clip_norm)
-    parameters = [Parameter(first.clone()) for _ in range(2)]
+    parameters = [Parameter(initial_values.clone()) for _ in range(2)]
     optimizers = [settings.start([parameter]) for parameter in parameters]
-    ours, theirs = optimizers
-    ours.device_decides = True
+    deciding_optimizer, plain_optimizer = optimizers
+    deciding_optimizer.device_decides = True
     for step, gradient in zip((1, 2, 3, 3), gradients, strict=True):
-        before, master = parameters[0].detach().clone(), ours._masters[0]
+        weights_before, master = parameters[0].detach().clone(), deciding_optimizer._masters[0]
         weights_at_reading: list[torch.Tensor] = []
 
         def read_norm(norm: torch.Tensor, master: Parameter = master, seen: Any = weights_at_reading) -> float:
@@ -346,15 +346,17 @@ def test_an_update_that_the_device_decides_on_is_launched_before_the_norm_is_rea
 
         for parameter in parameters:
             parameter.grad = gradient.clone()
-        norms = [ours.step(step, read_norm=read_norm), theirs.step(step)]
+        norms = [deciding_optimizer.step(step, read_norm=read_norm), plain_optimizer.step(step)]
         assert torch.equal(weights_at_reading[0], master)  # it has been made
         if math.isnan(norms[0]):
             assert math.isnan(norms[1])
-            assert torch.equal(parameters[0], before)
+            assert torch.equal(parameters[0], weights_before)
         else:
             assert norms[0] == norms[1]
-            assert not torch.equal(master.to(dtype), before)
-        assert ours._moment_updates == theirs._moment_updates
-        for key, value in ours._adamw.state[master].items():
-            torch.testing.assert_close(value, theirs._adamw.state[theirs._masters[0]][key], rtol=1e-6, atol=1e-9)
+            assert not torch.equal(master.to(dtype), weights_before)
+        assert deciding_optimizer._moment_updates == plain_optimizer._moment_updates
+        for key, value in deciding_optimizer._adamw.state[master].items():
+            torch.testing.assert_close(
+                value, plain_optimizer._adamw.state[plain_optimizer._masters[0]][key], rtol=1e-6, atol=1e-9
+            )
         torch.testing.assert_close(parameters[0], parameters[1], rtol=1e-5, atol=1e-6)

@@ -236,24 +236,24 @@ def test_steps_that_are_read_after_the_next_has_begun_are_the_same_and_one_that_
     late, plain = trainers
     for trainer in trainers:
         trainer.optimizer.device_decides = True  # as on a GPU
-    metrics, unfinished = [], None
+    metrics, pending_step = [], None
     for batch in batches:
-        begun = late.begin(batch)
-        if unfinished is not None:
-            metrics.append(late.finish(unfinished))
-        late.launch(begun)
-        unfinished = begun
-    assert unfinished is not None
-    metrics.append(late.finish(unfinished))
+        next_step = late.begin(batch)
+        if pending_step is not None:
+            metrics.append(late.finish(pending_step))
+        late.launch(next_step)
+        pending_step = next_step
+    assert pending_step is not None
+    metrics.append(late.finish(pending_step))
     expected_metrics = [plain.step(batch) for batch in batches]
     assert late.version == plain.version == Version(0, 4)
     assert late.skipped == plain.skipped == 1
-    weights, expected = late.policy.weights(), plain.policy.weights()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    weights, expected_weights = late.policy.weights(), plain.policy.weights()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
     clock = {"waiting_seconds", "in_flight_seconds"}
-    for i, (one, other) in enumerate(zip(metrics, expected_metrics, strict=True)):
+    for i, (late_metrics, plain_metrics) in enumerate(zip(metrics, expected_metrics, strict=True)):
         # the lag of the fourth batch counts the update before it, which was not known then to be none
-        passed_over = clock | ({"lag", "lag_max"} if i == 3 else set())
-        assert one.keys() == other.keys()
-        for name in one.keys() - passed_over:
-            assert one[name] == pytest.approx(other[name], nan_ok=True, rel=1e-6), (i, name)
+        unequal_names = clock | ({"lag", "lag_max"} if i == 3 else set())
+        assert late_metrics.keys() == plain_metrics.keys()
+        for name in late_metrics.keys() - unequal_names:
+            assert late_metrics[name] == pytest.approx(plain_metrics[name], nan_ok=True, rel=1e-6), (i, name)

@@ -97,15 +97,15 @@ def test_a_step_whose_update_the_device_decides_on_is_launched_without_a_wait_an
         return [1.0] * len(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    first = trainer.begin(fetched())
-    trainer.launch(first)
+    first_step = trainer.begin(fetched())
+    trainer.launch(first_step)
     assert trainer.expected_version.step == trainer.version.step + 1
-    second = trainer.begin(fetched())
+    second_step = trainer.begin(fetched())
     assert reads == []
-    trainer.finish(first)
+    trainer.finish(first_step)
     assert len(reads) == 1
     assert trainer.version.step == trainer.expected_version.step == 1
-    trainer.launch(second)
+    trainer.launch(second_step)
     assert len(reads) == 1
 
 

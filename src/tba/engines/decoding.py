@@ -134,15 +134,16 @@ class DecodingRows:
             self._occurs_RV = self.eos_V.new_zeros(len(self.ended_R), len(self.eos_V))
         return self._occurs_RV
 
-    def progress(self, n: int, reach: int) -> Tensor:
-        """Returns, of the first `n` rows, whether the completion has ended and its last `reach` tokens: int64
-        [n, 1 + reach]. Of a completion of fewer tokens only the columns of these, the last ones, mean something.
+    def progress(self, row_count: int, reach: int) -> Tensor:
+        """Returns, of the first `row_count` rows, whether the completion has ended and its last `reach` tokens:
+        int64 [row_count, 1 + reach]. Of a completion of fewer tokens only the columns of these, the last ones, mean
+        something.
         """
-        ended_R1 = self.ended_R[:n, None].to(torch.int64)
+        ended_R1 = self.ended_R[:row_count, None].to(torch.int64)
         if not reach:
             return ended_R1
-        place_RN = self.count_R1[:n] + torch.arange(-reach, 0, device=ended_R1.device)
-        return torch.cat([ended_R1, self.token_RT[:n].gather(1, place_RN.clamp_(min=0))], 1)
+        place_RN = self.count_R1[:row_count] + torch.arange(-reach, 0, device=ended_R1.device)
+        return torch.cat([ended_R1, self.token_RT[:row_count].gather(1, place_RN.clamp_(min=0))], 1)
 
     def completions(self, rows: Tensor, length: int) -> tuple[IntArray, FloatArray]:
         """Returns the first `length` tokens of the completions in `rows` (int64 indices) and their log-probabilities,
@@ -221,8 +222,11 @@ def draw_in_blocks(weight_RV: Tensor, uniform_R: Tensor, block: int) -> tuple[Te
     weights are added up by sums of blocks, which a GPU does faster than all cumulative sums.
     """
     size = weight_RV.shape[1]
-    whole = size // block * block
-    sums = [weight_RV[:, :whole].unflatten(1, (-1, block)).sum(-1), weight_RV[:, whole:].sum(-1, keepdim=True)]
+    blocks_end = size // block * block
+    sums = [
+        weight_RV[:, :blocks_end].unflatten(1, (-1, block)).sum(-1),
+        weight_RV[:, blocks_end:].sum(-1, keepdim=True),
+    ]
     cumulative_RN = torch.cat(sums, 1).cumsum(-1)
     total_R1 = cumulative_RN[:, -1:].contiguous()
     target_R1 = uniform_R[:, None] * total_R1

@@ -51,12 +51,12 @@ class VllmSettings:
     gpu_memory_utilization: float | None = None  # share of each GPU that vllm fills with weights and cache, in place of
     # cache_gb; the reference needs room beside it; None: cache_gb decides
     max_model_len: int | None = None  # tokens of a prompt and its answer; None: what prompts and answers may have
-    quantization: str = ""  # of the engine's weights, as vllm names it, such as fp8; empty: none. Answers are then of
-    # rounded weights, and log-probabilities of these
-    kv_cache_dtype: str = "auto"  # of keys and values, as vllm names it, such as fp8; auto: the model's
+    quantization: str = ""  # how vllm rounds the engine's weights, such as fp8; empty: not. Answers and their
+    # log-probabilities are then of rounded weights
+    kv_cache_dtype: str = "auto"  # type of keys and values, as vllm names it, such as fp8; auto: the model's
     prefix_caching: bool = True  # keep keys and values of prompts for the next requests that begin alike
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
-    arguments: tuple[str, ...] = ()  # others of vllm's engine arguments, each name=value, such as block_size=32
+    arguments: tuple[str, ...] = ()  # further engine arguments of vllm, each name=value, such as block_size=32
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:

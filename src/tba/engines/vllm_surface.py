@@ -168,9 +168,11 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
-def parse_arguments(words: Sequence[str], types: Mapping[str, Any], reserved: Mapping[str, Any]) -> dict[str, Any]:
+def parse_arguments(
+    words: Sequence[str], types: Mapping[str, Any], reserved_arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns arguments of vLLM by name, from `name=value` each: a plain value of the declared type, or an object in
-    JSON. types: of all arguments that vLLM has; reserved: those that are given otherwise.
+    JSON. types: of all arguments that vLLM has; reserved_arguments: those that are given otherwise.
 
     Raises `UserError` for a word that is no argument, or one that is reserved, unknown or of another type.
     """
@@ -178,28 +180,32 @@ def parse_arguments(words: Sequence[str], types: Mapping[str, Any], reserved: Ma
     for word in words:
         name, equals_sign, text = word.partition("=")
         name = name.strip().replace("-", "_")
-        where = f"--model.vllm.arguments has {word!r}"
+        subject = f"--model.vllm.arguments has {word!r}"
         if not equals_sign:
-            raise UserError(f"{where}: give name=value, as max_num_batched_tokens=8192")
-        if name in reserved or _FOREIGN_CODE.fullmatch(name):
-            raise UserError(f"{where}, but {name} is not for users: the engine decides it, or it would run other code")
+            raise UserError(f"{subject}: give name=value, as max_num_batched_tokens=8192")
+        if name in reserved_arguments or _FOREIGN_CODE.fullmatch(name):
+            raise UserError(
+                f"{subject}, but {name} is not for users: the engine decides it, or it would run other code"
+            )
         if name not in types:
-            raise UserError(f"{where}, but vllm {installed_version()} has no argument {name}: see `vllm serve --help`")
-        arguments[name] = _typed_value(text, types[name], where)
+            raise UserError(
+                f"{subject}, but vllm {installed_version()} has no argument {name}: see `vllm serve --help`"
+            )
+        arguments[name] = _typed_value(text, types[name], subject)
     return arguments
 
 
-def _typed_value(text: str, kind: Any, where: str) -> Any:
+def _typed_value(text: str, kind: Any, subject: str) -> Any:
     """Returns the value that a text stands for, of a declared type of vLLM's."""
     try:
         if is_plain(kind):
             return convert([text], kind, "words")
         value = json.loads(text)
     except ValueError:
-        expected = describe(kind) if is_plain(kind) else "an object or a list in JSON"
-        raise UserError(f"{where}, but it takes {expected}") from None
+        value_form = describe(kind) if is_plain(kind) else "an object or a list in JSON"
+        raise UserError(f"{subject}, but it takes {value_form}") from None
     if not isinstance(value, dict | list):
-        raise UserError(f"{where}, but it takes an object or a list in JSON")
+        raise UserError(f"{subject}, but it takes an object or a list in JSON")
     return value
 
 

@@ -446,9 +446,9 @@ class HuggingFace:
             return None
         self._allow_tf32()
         model, files = load_unfilled(self._full_path, self.compute)
-        frozen = CausalPolicy(model.requires_grad_(False), temperature)
-        frozen.shard(sharding, files)
-        return frozen
+        reference_policy = CausalPolicy(model.requires_grad_(False), temperature)
+        reference_policy.shard(sharding, files)
+        return reference_policy
 
     def save(self, policy: Policy, path: Path) -> None:
         with no_bars():

@@ -52,7 +52,7 @@ class FrozenReference:
     def version(self) -> Version:
         return self._version
 
-    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answered_prompts: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion, float32 [T], at the
         policy temperature; 0 where the policy did not sample.
 
@@ -63,7 +63,7 @@ class FrozenReference:
             log_RT = self._policy.evaluate(part).log_policy_BT.cpu().numpy()
             yield from (log_T[:length].copy() for log_T, length in zip(log_RT, part.length_B.tolist(), strict=True))
 
-        return self._scored(answered, scores_of)
+        return self._scored(answered_prompts, scores_of)
 
     def with_top(self, count: int, below: int | None = None) -> TopTokenScorer:
         """Returns a scorer by this model that also gives the `count` most probable tokens at each place, of those with
@@ -72,7 +72,7 @@ class FrozenReference:
         return TopTokenScorer(self, count, below)
 
     def top_scores_of(
-        self, answered: Sequence[AnsweredPrompt], count: int, below: int | None = None
+        self, answered_prompts: Sequence[AnsweredPrompt], count: int, below: int | None = None
     ) -> list[list[TopScores]]:
         """Score completions as `log_probabilities_of` does, with the most probable tokens as `with_top` has them."""
         vocabulary = len(self._policy.model.get_output_embeddings().weight)
@@ -84,10 +84,10 @@ class FrozenReference:
                 ids_MK, logs_MC = ids_BTK[row][mask_T].astype(dtype), logs_BTC[row][mask_T].astype(np.float16)
                 yield TopScores(log_BT[row, :length].copy(), ids_MK, logs_MC)
 
-        return self._scored(answered, scores_of)
+        return self._scored(answered_prompts, scores_of)
 
     def _scored(
-        self, answered: Sequence[AnsweredPrompt], scores_of: Callable[[Batch], Iterable[_Scores]]
+        self, answered_prompts: Sequence[AnsweredPrompt], scores_of: Callable[[Batch], Iterable[_Scores]]
     ) -> list[list[_Scores]]:
         """Returns the scores of completions of several prompts; `scores_of` gives those of one pass, row by row."""
 
@@ -95,7 +95,7 @@ class FrozenReference:
             with torch.inference_mode(), self._stream_context():
                 return list(scores_of(part))
 
-        return score_in_passes(answered, inferred_scores_of, self._tokens_per_pass, self._policy.share_prompt)
+        return score_in_passes(answered_prompts, inferred_scores_of, self._tokens_per_pass, self._policy.share_prompt)
 
     def model_on_same_weights(self) -> PreTrainedModel:
         """Returns a model of the same weights, whose memory it shares, for an engine; without adapters. It is as the
@@ -157,6 +157,6 @@ class TopTokenScorer:
         """Returns whether it can score in one thread while an engine samples in another."""
         return self.model.concurrent
 
-    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[TopScores]]:
+    def log_probabilities_of(self, answered_prompts: Sequence[AnsweredPrompt]) -> list[list[TopScores]]:
         """Score completions of several prompts: [i][j] is of the i-th prompt's j-th completion."""
-        return self.model.top_scores_of(answered, self.count, self.below)
+        return self.model.top_scores_of(answered_prompts, self.count, self.below)

@@ -37,7 +37,7 @@ _SHORTEST_TOKEN = 16  # characters
 class PrometheusSettings:
     """Says where a run's figures are served. Raises `UserError` for a port that is none."""
 
-    port: int | None = None  # of /metrics; 0: any that is free; None: nothing is served
+    port: int | None = None  # port that serves /metrics; 0: any that is free; None: nothing is served
     host: str = "127.0.0.1"  # the address that it listens on; another than loopback needs a token
     token_file: Path | None = None  # a file with the bearer token that Prometheus sends
 
@@ -168,15 +168,15 @@ class _QuietHandler(WSGIRequestHandler):
 
 def _require_token(app: Any, token: str) -> Any:
     """Returns the application for requests that have the token; others are answered with 401."""
-    expected = f"Bearer {token}".encode("latin-1")
+    expected_header = f"Bearer {token}".encode("latin-1")
 
-    def guarded(environ: Mapping[str, Any], start_response: Any) -> Any:
-        if hmac.compare_digest(str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1"), expected):
+    def guarded_app(environ: Mapping[str, Any], start_response: Any) -> Any:
+        if hmac.compare_digest(str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1"), expected_header):
             return app(environ, start_response)
         start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
         return [b"a bearer token is needed\n"]
 
-    return guarded
+    return guarded_app
 
 
 def _is_loopback(host: str) -> bool:

@@ -45,7 +45,7 @@ class IncrementEnd:
     rows: int = 0  # trajectories that were ever put
     tokens: int = 0
     retired_until: int = 0  # position up to which bodies have been deleted
-    last: Mapping[str, int] = field(default_factory=dict)  # the largest key of each table
+    last_keys: Mapping[str, int] = field(default_factory=dict)  # the largest key of each table
 
     def is_before(self, later_end: IncrementEnd) -> bool:
         """Returns whether rows were only added between this end and a later one."""
@@ -59,8 +59,8 @@ def end_of(journal: Path) -> IncrementEnd:
         return _read_end(database)
 
 
-def write_increment(journal: Path, file: Path, after: IncrementEnd) -> IncrementEnd:
-    """Write what the journal has beyond `after` to a new file; returns how far it reaches then.
+def write_increment(journal: Path, file: Path, previous_end: IncrementEnd) -> IncrementEnd:
+    """Write what the journal has beyond `previous_end` to a new file; returns how far it reaches then.
 
     Both are on local disks. Each read of the journal is short, so that writers and checkpoints of its log go on.
     """
@@ -71,13 +71,13 @@ def write_increment(journal: Path, file: Path, after: IncrementEnd) -> Increment
         database.rows("PRAGMA increment.journal_mode = MEMORY")  # a part of a file is of no use
         for table in _ADDED:
             database.rows(f"CREATE TABLE increment.{table} AS SELECT * FROM main.{table} WHERE 0")  # noqa: S608 - our own names
-        last, present_places = dict(after.last), _read_end(database).last
+        last_keys, present_places = dict(previous_end.last_keys), _read_end(database).last_keys
         for table in _ADDED:
-            while last.get(table, 0) < present_places[table]:
-                _copy_step(database, table, last)
+            while last_keys.get(table, 0) < present_places[table]:
+                _copy_step(database, table, last_keys)
         database.rows("BEGIN")  # over what has arrived since
         for table in _ADDED:
-            while _copy_step(database, table, last):
+            while _copy_step(database, table, last_keys):
                 pass
         present_tables = {name for (name,) in database.rows("SELECT name FROM main.sqlite_master")}
         for table in (*_CHANGED, *(present_tables & _MADE_ON_DEMAND.keys())):
@@ -87,9 +87,9 @@ def write_increment(journal: Path, file: Path, after: IncrementEnd) -> Increment
     return end
 
 
-def _copy_step(database: Database, table: str, last: dict[str, int]) -> bool:
+def _copy_step(database: Database, table: str, last_keys: dict[str, int]) -> bool:
     """Copy some rows of a table, and note the last of them; returns whether there were any."""
-    key, place = _ADDED[table], last.get(table, 0)
+    key, place = _ADDED[table], last_keys.get(table, 0)
     database.rows(
         f"INSERT INTO increment.{table} SELECT * FROM main.{table} WHERE {key} > ? ORDER BY {key} LIMIT ?",  # noqa: S608
         *(place, _STEP_ROWS),
@@ -98,19 +98,19 @@ def _copy_step(database: Database, table: str, last: dict[str, int]) -> bool:
         f"SELECT count(*), coalesce(max({key}), ?1) FROM increment.{table} WHERE {key} > ?1",  # noqa: S608
         place,
     )
-    last[table] = last_place
+    last_keys[table] = last_place
     return bool(count)
 
 
 def _read_end(database: Database) -> IncrementEnd:
     totals = dict(database.rows("SELECT name, value FROM main.totals"))
     ((recovery,),) = database.rows("SELECT coalesce(max(time), 0.0) FROM main.recoveries")
-    last = {
+    last_keys = {
         table: int(database.rows(f"SELECT coalesce(max({key}), 0) FROM main.{table}")[0][0])  # noqa: S608
         for table, key in _ADDED.items()
     }
     names = ("identity", "mark", "rows", "tokens", "retired_until")
-    return IncrementEnd(recovery=recovery, last=last, **{name: totals.get(name, 0) for name in names})
+    return IncrementEnd(recovery=recovery, last_keys=last_keys, **{name: totals.get(name, 0) for name in names})
 
 
 def restore_journal(journal: Path, increments: Iterable[Path]) -> None:

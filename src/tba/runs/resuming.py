@@ -81,7 +81,7 @@ def resume_point(
     checkpoint = newest_checkpoint(run.checkpoints)
     _refuse_finished(run, recipe, checkpoint)
     prepared_recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
-    refuse_what_cannot_fit(prepared_recipe, hardware_of(prepared_recipe), resumed=True)
+    refuse_what_cannot_fit(prepared_recipe, hardware_of(prepared_recipe), is_resumed=True)
     _refuse_other_scorers(facts, prepared_recipe)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint

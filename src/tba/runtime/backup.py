@@ -247,9 +247,9 @@ class BackupWriter:
             with suppress(FileNotFoundError):  # it is no reference any more
                 if PIN_REASON in weights.pins(version):
                     base = weights.base(version)
-                    for needed in (version,) if base is None else (base, version):
+                    for needed_version in (version,) if base is None else (base, version):
                         for suffix in (TENSORS, PINS, MANIFEST):
-                            file = weights.path / f"{needed}{suffix}"
+                            file = weights.path / f"{needed_version}{suffix}"
                             target = self._place / "weights" / file.name
                             if file.exists() and not (target.exists() and suffix == TENSORS):
                                 _copy_file(file, target)
@@ -262,18 +262,18 @@ class BackupWriter:
         """Copy the rows since the last backup, or all of them where these increments cannot be continued or have become
         too large; returns the new file, its end, and the increments before it.
         """
-        earlier: tuple[IncrementFile, ...] = ()
-        after = IncrementEnd()
+        previous_increments: tuple[IncrementFile, ...] = ()
+        previous_end = IncrementEnd()
         most_bytes = 2 * self._journal.stat().st_size + _SPARE_BYTES
         if previous is not None and previous.end.is_before(end_of(self._journal)) and previous.size <= most_bytes:
-            earlier, after = previous.increments, previous.end
-        local, name = Path(f"{self._journal}-increment"), f"{number:06}.sqlite"
+            previous_increments, previous_end = previous.increments, previous.end
+        local_file, name = Path(f"{self._journal}-increment"), f"{number:06}.sqlite"
         try:
-            end = write_increment(self._journal, local, after)
-            size, checksum = _copy_file(local, self._place / "increments" / name)
+            end = write_increment(self._journal, local_file, previous_end)
+            size, checksum = _copy_file(local_file, self._place / "increments" / name)
         finally:
-            local.unlink(missing_ok=True)
-        return IncrementFile(name, size, checksum), end, earlier
+            local_file.unlink(missing_ok=True)
+        return IncrementFile(name, size, checksum), end, previous_increments
 
     def _copy_records(self, name: str) -> None:
         folder = self._place / name
@@ -311,7 +311,7 @@ def restore_run(place: Path, target: Path) -> tuple[RunDirectory, Backup]:
     if target.exists():
         raise UserError(f"{target} is there already: continue it (tba resume {target}), or move it away first")
     run = RunDirectory(target)
-    resolved = read_json(place / backup.state / "recipe.json", _REMEDY)["resolved"]
+    resolved_recipe = read_json(place / backup.state / "recipe.json", _REMEDY)["resolved"]
     with atomic_folder(run.path, durable=True) as temporary:
         checkpoints = [
             (f"checkpoints/{name}", f"checkpoints/{name[: name.rindex('-')]}") for name in backup.checkpoints
@@ -320,7 +320,7 @@ def restore_run(place: Path, target: Path) -> tuple[RunDirectory, Backup]:
             shutil.copytree(place / source, temporary / name, dirs_exist_ok=True)
         for name in ("logs", "checkpoints"):
             (temporary / name).mkdir(exist_ok=True)
-        journal = run.journal_by(resolved)
+        journal = run.journal_by(resolved_recipe)
         is_inside = journal.parent == run.path
         if not is_inside and journal.exists():
             raise UserError(f"{journal} is there already: move it away first")
@@ -336,11 +336,11 @@ def restore_run(place: Path, target: Path) -> tuple[RunDirectory, Backup]:
     return run, backup
 
 
-def _local_increments(place: Path, backup: Backup, local: Path) -> Iterator[Path]:
+def _local_increments(place: Path, backup: Backup, local_file: Path) -> Iterator[Path]:
     """Yields each increment as a file on the local disk, which is there until the next is asked for."""
     for file in backup.increments:
         try:
-            size, checksum = _copy_file(place / "increments" / file.name, local)
+            size, checksum = _copy_file(place / "increments" / file.name, local_file)
         except FileNotFoundError:
             size = checksum = 0
         if (size, checksum) != (file.size, file.checksum):
@@ -348,8 +348,8 @@ def _local_increments(place: Path, backup: Backup, local: Path) -> Iterator[Path
                 f"the backup at {place} is damaged ({file.name} has {size:,} bytes instead of {file.size:,}, or "
                 f"another checksum): {_REMEDY}"
             )
-        yield local
-        local.unlink()
+        yield local_file
+        local_file.unlink()
 
 
 def _copy_file(source: Path, target: Path) -> tuple[int, int]:

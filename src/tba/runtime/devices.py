@@ -82,8 +82,8 @@ def assign_gpus(
 def _rank_order(nodes: Sequence[int]) -> list[int]:
     """Returns the GPUs of nodes in the order in which ranks take them: all of the largest node, then of the next."""
     firsts = [sum(nodes[:i]) for i in range(len(nodes))]
-    largest_first = sorted(range(len(nodes)), key=lambda i: -nodes[i])
-    return [gpu for i in largest_first for gpu in range(firsts[i], firsts[i] + nodes[i])]
+    node_order = sorted(range(len(nodes)), key=lambda i: -nodes[i])
+    return [gpu for i in node_order for gpu in range(firsts[i], firsts[i] + nodes[i])]
 
 
 def engine_gpus(nodes: Sequence[int], ranks: int, gpus_each: int) -> list[tuple[int, ...]]:

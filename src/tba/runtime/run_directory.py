@@ -259,9 +259,9 @@ class RunDirectory:
             return local_journal
         return self.journal_by(self.facts["resolved"])
 
-    def journal_by(self, resolved: Json) -> Path:
+    def journal_by(self, resolved_recipe: Json) -> Path:
         """Returns the journal's file by a resolved recipe, wherever that lies."""
-        folder = setting(resolved, "run", "journal_dir")
+        folder = setting(resolved_recipe, "run", "journal_dir")
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)
 
     @property

@@ -122,12 +122,12 @@ def _rank_counts(recipe: Recipe, nodes: list[int]) -> list[int]:
     is_quantized = isinstance(recipe.model, HasDtype) and recipe.model.dtype == "4-bit"
     if is_quantized or not needs(recipe):
         return [1]
-    gpus_each, counts, before = recipe.model.gpus_per_searcher, [], 0
-    largest_first = sorted(filter(None, nodes), reverse=True)
-    for i, node in enumerate(largest_first):
-        is_whole = 0 < i < len(largest_first) - 1  # the last node may be shared with searchers, like the first
-        counts += [before + n for n in range(node if is_whole else 1, node + 1) if (node - n) % gpus_each == 0]
-        before += node
+    gpus_each, counts, previous_gpus = recipe.model.gpus_per_searcher, [], 0
+    nodes_by_size = sorted(filter(None, nodes), reverse=True)
+    for i, node in enumerate(nodes_by_size):
+        is_whole = 0 < i < len(nodes_by_size) - 1  # the last node may be shared with searchers, like the first
+        counts += [previous_gpus + n for n in range(node if is_whole else 1, node + 1) if (node - n) % gpus_each == 0]
+        previous_gpus += node
     return [count for count in counts if engine_gpus(nodes, count, gpus_each)] or [1]
 
 
@@ -155,10 +155,10 @@ def _share_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     is_shared = recipe.runtime == "cluster" and len(hardware.gpus) == 1 and hardware.gpus[0] and needs(recipe)
     if not is_shared or memory_shortage(recipe, hardware) is not None:
         return []
-    placed = places_on(recipe, hardware)
-    if (recipe.cluster.trainer_gpus, recipe.cluster.searcher_gpus) != (None, None) or "searcher-0" not in placed:
+    worker_places = places_on(recipe, hardware)
+    if (recipe.cluster.trainer_gpus, recipe.cluster.searcher_gpus) != (None, None) or "searcher-0" not in worker_places:
         return []
-    shares = {"trainer": placed["trainer"].share, "searcher": placed["searcher-0"].share}
+    shares = {"trainer": worker_places["trainer"].share, "searcher": worker_places["searcher-0"].share}
     parts = {half: math.floor(share / USABLE / _RAY_STEP) * _RAY_STEP for half, share in shares.items()}
     return [word for half, part in parts.items() for word in (f"--cluster.{half}-gpus", f"{part:g}")]
 
@@ -185,15 +185,19 @@ def place_descriptions(recipe: Recipe, hardware: Hardware) -> dict[str, str]:
         return {worker: str(place) for worker, place in places_on(recipe, hardware).items()}
     if _reserves_other_gpus(recipe) or not recipe.model.gpus_per_searcher:
         return {}
-    placed = places_on(recipe, hardware)
-    idle_gpus = _idle_gpus(placed, hardware)
-    texts = list(map(_node_description, _workers_by_node(placed, hardware), idle_gpus))
+    worker_places = places_on(recipe, hardware)
+    idle_gpus = _idle_gpus(worker_places, hardware)
+    texts = list(map(_node_description, _workers_by_node(worker_places, hardware), idle_gpus))
     descriptions = {}
     for text, numbers in groupby(range(1, len(texts) + 1), key=lambda number: texts[number - 1]):
-        alike = list(numbers)
-        name = f"node {alike[0]}" if len(alike) == 1 else f"nodes {alike[0]} to {alike[-1]}, each"
+        node_numbers = list(numbers)
+        name = (
+            f"node {node_numbers[0]}"
+            if len(node_numbers) == 1
+            else f"nodes {node_numbers[0]} to {node_numbers[-1]}, each"
+        )
         descriptions[name] = text
-    if waiting_count := recipe.trainer.count + len(searchers_of(recipe)) - len(placed):
+    if waiting_count := recipe.trainer.count + len(searchers_of(recipe)) - len(worker_places):
         descriptions["waiting for more nodes"] = plural(waiting_count, "searcher")
     return descriptions
 
@@ -230,8 +234,8 @@ def unused_gpus(recipe: Recipe, hardware: Hardware) -> str | None:
         return None
     if _reserves_other_gpus(recipe):
         trainer, searcher = _reserved_gpus(recipe)
-        reserved = recipe.trainer.count * trainer + len(searchers_of(recipe)) * searcher
-        unused_count = len(hardware.gpus) - math.ceil(reserved - 1e-3)  # parts of which Ray rounds down
+        reserved_gpus = recipe.trainer.count * trainer + len(searchers_of(recipe)) * searcher
+        unused_count = len(hardware.gpus) - math.ceil(reserved_gpus - 1e-3)  # parts of which Ray rounds down
     else:
         unused_count = sum(_idle_gpus(places_on(recipe, hardware), hardware))
     if unused_count <= 0:
@@ -264,10 +268,10 @@ def unknown_gpus(recipe: Recipe, hardware: Hardware) -> str | None:
     )
 
 
-def refuse_what_cannot_fit(recipe: Recipe, hardware: Hardware, resumed: bool = False) -> None:
+def refuse_what_cannot_fit(recipe: Recipe, hardware: Hardware, is_resumed: bool = False) -> None:
     """Raises `UserError` where a part cannot fit into the memory of its device; it names the fields that would help.
 
-    resumed: the weights that are trained and their base cannot be changed any more.
+    is_resumed: the weights that are trained and their base cannot be changed any more.
     """
     if recipe.runtime == "cluster" and not _reserves_other_gpus(recipe):
         places_on(recipe, hardware)
@@ -276,7 +280,7 @@ def refuse_what_cannot_fit(recipe: Recipe, hardware: Hardware, resumed: bool = F
         return
     half, sentence = shortage
     for flags in _memory_saving_flags(recipe, half):
-        if resumed and _FIXED_FLAGS & {*flags}:
+        if is_resumed and _FIXED_FLAGS & {*flags}:
             continue
         try:
             fits = memory_shortage(override(recipe, flags, "", recorded=True), hardware) is None
@@ -284,7 +288,9 @@ def refuse_what_cannot_fit(recipe: Recipe, hardware: Hardware, resumed: bool = F
             continue
         if fits:
             raise UserError(f"{sentence}: set {' '.join(flags)}, with which it fits")
-    raise UserError(f"{sentence}: use {'' if resumed else 'a smaller model, '}more GPUs, or a machine with more memory")
+    raise UserError(
+        f"{sentence}: use {'' if is_resumed else 'a smaller model, '}more GPUs, or a machine with more memory"
+    )
 
 
 def memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
@@ -349,12 +355,12 @@ def _needs_by_gpu(worker_places: Mapping[str, Place], bytes_of: Mapping[str, int
 def _reservation_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
     """Returns the half that needs more of its GPU than is reserved for it, and a sentence."""
     bytes_of, memory = _gpu_bytes(recipe), min(hardware.gpus)
-    needed = {"trainer": bytes_of["trainer"], "searcher": _searcher_bytes(bytes_of)}
-    for (half, bytes_needed), reserved in zip(needed.items(), _reserved_gpus(recipe), strict=True):
-        usable = int(USABLE * min(1.0, reserved) * memory)
-        if reserved and memory and bytes_needed > usable + _RAY_STEP * memory:
-            part = f"{reserved:g} of a GPU" if reserved < 1 else "its GPU"
-            return half, f"the {half} needs {size(bytes_needed)} of {part}, of which {size(usable)} are usable"
+    needed_bytes = {"trainer": bytes_of["trainer"], "searcher": _searcher_bytes(bytes_of)}
+    for (half, bytes_needed), reserved_gpus in zip(needed_bytes.items(), _reserved_gpus(recipe), strict=True):
+        usable_bytes = int(USABLE * min(1.0, reserved_gpus) * memory)
+        if reserved_gpus and memory and bytes_needed > usable_bytes + _RAY_STEP * memory:
+            part = f"{reserved_gpus:g} of a GPU" if reserved_gpus < 1 else "its GPU"
+            return half, f"the {half} needs {size(bytes_needed)} of {part}, of which {size(usable_bytes)} are usable"
     return None
 
 
@@ -375,12 +381,12 @@ class _HostLoad:
         """
         copies = {"trainer": self.ranks, "host": self.ranks, "replay": int(self.has_replay)}
         bytes_by_part = {part: n * copies.get(part, self.searchers) for part, n in need_of.items()}
-        needed = sum(bytes_by_part.values())
-        if self.memory is None or needed <= self.memory:
+        needed_bytes = sum(bytes_by_part.values())
+        if self.memory is None or needed_bytes <= self.memory:
             return None
         listing = ", ".join(f"{part} {size(n)}" for part, n in bytes_by_part.items() if n)
-        half = "trainer" if 2 * bytes_by_part.get("trainer", 0) > needed else "searcher"
-        return half, f"{self.need} {size(needed)} of memory ({listing}), and {self.owner} has {size(self.memory)}"
+        half = "trainer" if 2 * bytes_by_part.get("trainer", 0) > needed_bytes else "searcher"
+        return half, f"{self.need} {size(needed_bytes)} of memory ({listing}), and {self.owner} has {size(self.memory)}"
 
 
 def _host_loads(recipe: Recipe, hardware: Hardware, worker_places: Mapping[str, Place]) -> Iterator[_HostLoad]:

@@ -116,7 +116,7 @@ class Driver(ABC):
     now: Callable[[], float] = time.monotonic  # the clock of the window in which restarts are counted
     _note: str = ""
     _restart_times: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # in the window
-    _resting: set[str] = field(default_factory=set)  # searchers whose restarts in the window are used up
+    _resting_searchers: set[str] = field(default_factory=set)  # searchers whose restarts in the window are used up
 
     def __post_init__(self) -> None:
         self.joined = JoinedSearchers(self.run)
@@ -212,9 +212,9 @@ class Driver(ABC):
             self._watch(searchers)
             self.tell("evaluating", self.note)
             if time.monotonic() > deadline:
-                waiting = ", ".join(worker.description for worker in working)
+                descriptions = ", ".join(worker.description for worker in working)
                 raise DeadlineExceeded(
-                    f"waited {EVALUATION_DEADLINE:g} s for the last evaluation by {waiting}; "
+                    f"waited {EVALUATION_DEADLINE:g} s for the last evaluation by {descriptions}; "
                     f"look at {self.run.path / 'logs'}"
                 )
             self.pause()
@@ -259,7 +259,7 @@ class Driver(ABC):
             if len(restart_times) >= (settings.trainer_restarts if worker.name == "trainer" else settings.restarts):
                 return False
             restart_times.append(now)
-        self._resting.discard(worker.name)
+        self._resting_searchers.discard(worker.name)
         reason = f"{worker.name} {worker.cause_of_death}"
         if worker.name == "trainer":
             self.run.begin_again(reason)
@@ -270,9 +270,9 @@ class Driver(ABC):
 
     def _begin_rest(self, worker: Worker) -> None:
         """Go on without a searcher that has died too often, until its window allows another restart."""
-        if worker.name in self._resting:
+        if worker.name in self._resting_searchers:
             return
-        self._resting.add(worker.name)
+        self._resting_searchers.add(worker.name)
         settings, restart_times = self.recipe.run, self._restart_times[worker.name]
         wait = settings.restart_window - (self.now() - restart_times[0]) if restart_times else settings.restart_window
         self._note = (

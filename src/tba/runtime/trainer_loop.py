@@ -65,7 +65,7 @@ from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.ranks.messages import Ranks, Rendezvous
 from tba.training.ranks.policy import Rank0Policy
 from tba.training.staleness_controller import Controller
-from tba.training.trainer import BegunStep, Metrics, Trainer
+from tba.training.trainer import Metrics, PendingStep, Trainer
 from tba.types import Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
@@ -93,7 +93,7 @@ class _UnfinishedStep:
     """A step of the loop whose update has not been read and recorded."""
 
     fetched: FetchedBatch
-    work: BegunStep
+    work: PendingStep
     wait_seconds: float
     start: float  # by `time.perf_counter`
     cpu_start: float  # by `time.thread_time`, once the batch was there

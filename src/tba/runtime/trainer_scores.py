@@ -45,7 +45,7 @@ class PolicyScorer:
     share_prompt: bool
     version: Version = field(default_factory=Version)
 
-    def log_probabilities_of(self, answered: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
+    def log_probabilities_of(self, answered_prompts: Sequence[AnsweredPrompt]) -> list[list[FloatArray]]:
         """Score completions as `FrozenReference.log_probabilities_of` does."""
 
         def scores_of(part: Batch) -> Iterator[FloatArray]:
@@ -53,7 +53,7 @@ class PolicyScorer:
                 log_RT = self.log_policy_of(part).cpu().numpy()
             yield from (log_T[:length].copy() for log_T, length in zip(log_RT, part.length_B.tolist(), strict=True))
 
-        return score_in_passes(answered, scores_of, self.tokens_per_pass, self.share_prompt)
+        return score_in_passes(answered_prompts, scores_of, self.tokens_per_pass, self.share_prompt)
 
 
 class TrainerScores(AbstractContextManager["TrainerScores"]):

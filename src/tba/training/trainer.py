@@ -43,7 +43,7 @@ def _no_readers() -> None:
 
 
 @dataclass
-class BegunStep:
+class PendingStep:
     """A step that has been evaluated, and backpropagated into the policy's gradients."""
 
     batch: Batch  # as the teachers' share in the target made it
@@ -106,7 +106,7 @@ class Trainer:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         return self.finish(self.begin(fetched))
 
-    def begin(self, fetched: FetchedBatch) -> BegunStep:
+    def begin(self, fetched: FetchedBatch) -> PendingStep:
         """Evaluate a batch and backpropagate, without waiting for the policy's device."""
         self.groups = fetched.groups
         batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())
@@ -118,9 +118,9 @@ class Trainer:
             if not self.teacher.replaces_reference:
                 shift_BT = torch.where(batch.mask_BT, target.log_reference_BT - batch.log_reference_BT, 0.0)
                 target_shift = float(shift_BT.sum()) / batch.rows
-        return BegunStep(target, self.backward(target), metrics, target_shift, self._last_outputs)
+        return PendingStep(target, self.backward(target), metrics, target_shift, self._last_outputs)
 
-    def launch(self, work: BegunStep) -> None:
+    def launch(self, work: PendingStep) -> None:
         """Launch the update of a step, which the device makes if it is finite, and begin to read what comes of it. The
         optimizer's `device_decides` has to be True.
         """
@@ -129,7 +129,7 @@ class Trainer:
         work.read_values = begin_reading(_stack_values(norm, work.measured))
         self._launched_updates = 1
 
-    def finish(self, work: BegunStep) -> Metrics:
+    def finish(self, work: PendingStep) -> Metrics:
         """Make the update of a step, unless it has been launched, and return all metrics as numbers."""
         metrics = work.metrics | self._conclude_update(work)
         self._last_outputs = work.outputs
@@ -192,7 +192,7 @@ class Trainer:
         loss, metrics = backward(self.policy, self.objective, batch, step, limit, observe, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
-    def _conclude_update(self, work: BegunStep) -> Metrics:
+    def _conclude_update(self, work: PendingStep) -> Metrics:
         """Make one optimizer step, unless it has been launched or the loss or the gradient is not finite. Returns all
         that was measured as numbers.
         """

@@ -277,12 +277,12 @@ def test_pieces_of_a_searcher_that_dies_or_is_cut_off_come_from_the_trainers_nod
     for n in range(6):
         contact = contact_of(f"node-{n}")
         RemoteWeights(contact, contact.node).at(Version(0, 1)).read()
-    last = contact_of("node-9")
-    last.sent.clear()
-    last.error = error
-    last.lost |= {f"node-{n}" for n in range(6)}  # all that was handed on
-    assert torch.equal(RemoteWeights(last, last.node).at(Version(0, 1)).read()[WEIGHT], tensor)
-    assert last.sent == {HOME: PIECE * PIECES}
+    last_contact = contact_of("node-9")
+    last_contact.sent.clear()
+    last_contact.error = error
+    last_contact.lost |= {f"node-{n}" for n in range(6)}  # all that was handed on
+    assert torch.equal(RemoteWeights(last_contact, last_contact.node).at(Version(0, 1)).read()[WEIGHT], tensor)
+    assert last_contact.sent == {HOME: PIECE * PIECES}
 
 
 def test_a_piece_that_was_claimed_and_not_handed_on_is_given_to_another_in_time(

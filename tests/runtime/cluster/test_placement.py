@@ -161,14 +161,14 @@ def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
 
 def test_in_a_cluster_that_may_grow_searchers_ask_for_whole_gpus_and_wait_for_nodes_that_have_them() -> None:
     joining = replace(on_gpus(), address="10.0.0.1:6379")
-    placed = plan(joining, [here(16, 1), there(16, 2)], searchers(4))
-    assert [p.resources["GPU"] for p in placed] == [1, 1, 1, 1, 1]
-    assert keys(placed) == ["a", "b", "b", None, None]
-    *_, waiting_line = placement_lines(placed)
+    placements = plan(joining, [here(16, 1), there(16, 2)], searchers(4))
+    assert [p.resources["GPU"] for p in placements] == [1, 1, 1, 1, 1]
+    assert keys(placements) == ["a", "b", "b", None, None]
+    *_, waiting_line = placement_lines(placements)
     assert waiting_line.startswith("2 searchers will wait for nodes with 1 CPU and 1 GPU free; a smaller --cluster.")
-    assert memory_lines(placed, GB, GB, GB)[-1] == waiting_line
-    shared = replace(joining, cluster=ClusterSettings(searcher_gpus=0.5))
-    assert keys(plan(shared, [here(16, 1), there(16, 2)], searchers(4))) == ["a", "b", "b", "b", "b"]
+    assert memory_lines(placements, GB, GB, GB)[-1] == waiting_line
+    shared_gpus = replace(joining, cluster=ClusterSettings(searcher_gpus=0.5))
+    assert keys(plan(shared_gpus, [here(16, 1), there(16, 2)], searchers(4))) == ["a", "b", "b", "b", "b"]
 
 
 def test_a_trainer_that_the_drivers_node_cannot_hold_goes_to_another_node_of_a_cluster_that_was_there() -> None:

@@ -142,8 +142,11 @@ class Cluster(Driver):
 
     def _await_room(self, group: PlacementGroup, request: str, cluster_nodes: Sequence[Node]) -> None:
         limit = self.recipe.cluster.start_deadline
-        free = "; ".join(f"{n.name} had {request_text(n.free)} free" for n in cluster_nodes)
-        note = f"room for the trainer ({request}, the first here) within --cluster.start-deadline {limit:g} s; {free}"
+        free_resources = "; ".join(f"{n.name} had {request_text(n.free)} free" for n in cluster_nodes)
+        note = (
+            f"room for the trainer ({request}, the first here) within --cluster.start-deadline {limit:g} s; "
+            f"{free_resources}"
+        )
         reference, deadline = group.ready(), time.monotonic() + limit
         while not ray.wait([reference], timeout=POLL)[0]:
             self.tell("starting", f"waiting for {note}")
@@ -160,7 +163,7 @@ class Cluster(Driver):
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=-1,  # every call may be repeated
-            scheduling_strategy=_here(),
+            scheduling_strategy=_driver_node_strategy(),
         )
         try:
             self._exchange = actor.remote(str(self.run.path.resolve()))
@@ -201,7 +204,7 @@ class Cluster(Driver):
     def _ranks(self, attempt: int, closers: ExitStack) -> list[ActorWorker]:
         """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
-        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=_here()).remote()
+        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=_driver_node_strategy()).remote()
         closers.callback(ray.kill, store)
         meet = MeetingPlace(store, is_spread=len({self._rooms[name].node_key() for name in names}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
@@ -253,11 +256,11 @@ class Cluster(Driver):
     @property
     def note(self) -> str:
         """Returns what people are told about the workers: also how many searchers wait for room."""
-        waiting = [worker for worker in self._workers if worker.searches and worker.waits_for_room]
-        if not waiting:
+        pending_searchers = [worker for worker in self._workers if worker.searches and worker.waits_for_room]
+        if not pending_searchers:
             return self._note
-        request = request_text(waiting[0].room.resources)
-        count = f"{len(waiting)} of {len(self.searchers)} searchers"
+        request = request_text(pending_searchers[0].room.resources)
+        count = f"{len(pending_searchers)} of {len(self.searchers)} searchers"
         limit = "" if self._had_searcher else f" (--cluster.start-deadline {self.recipe.cluster.start_deadline:g} s)"
         return "; ".join(filter(None, [self._note, f"{count} wait for nodes with {request} free{limit}"]))
 
@@ -283,7 +286,7 @@ def _lost_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
-def _here() -> NodeAffinitySchedulingStrategy:
+def _driver_node_strategy() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 

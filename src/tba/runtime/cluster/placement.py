@@ -191,12 +191,12 @@ def placement_lines(placements: Sequence[Placement]) -> list[str]:
 
 
 def _waiting_lines(placements: Sequence[Placement]) -> list[str]:
-    waiting = [p for p in placements if p.node is None]
-    if not waiting:
+    pending_searchers = [p for p in placements if p.node is None]
+    if not pending_searchers:
         return []
-    request = waiting[0].resources
+    request = pending_searchers[0].resources
     remedy = "; a smaller --cluster.searcher-gpus, such as 0.5, lets several share a GPU" if request["GPU"] == 1 else ""
-    count = f"{len(waiting)} searcher{'s' if len(waiting) > 1 else ''}"
+    count = f"{len(pending_searchers)} searcher{'s' if len(pending_searchers) > 1 else ''}"
     return [f"{count} will wait for nodes with {request_text(request)} free{remedy}"]
 
 
@@ -237,8 +237,8 @@ def _describe_node(node: Node, placements: Sequence[Placement]) -> str:
     parts = [f"trainer{rank_note} and journal"] if "trainer" in workers else []
     parts += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in workers else []
     parts += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
-    used = {kind: sum(p.resources[kind] for p in _on(node, placements)) for kind in ("CPU", "GPU")}
+    amounts = {kind: sum(p.resources[kind] for p in _on(node, placements)) for kind in ("CPU", "GPU")}
     return (
-        f"on {node.name}{' (here)' if node.here else ''}: {' and '.join(parts)}; {used['CPU']:g} of {node.cpus:g} CPU, "
-        f"{used['GPU']:g} of {node.gpus:g} GPU"
+        f"on {node.name}{' (here)' if node.here else ''}: {' and '.join(parts)}; "
+        f"{amounts['CPU']:g} of {node.cpus:g} CPU, {amounts['GPU']:g} of {node.gpus:g} GPU"
     )

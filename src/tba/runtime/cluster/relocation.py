@@ -57,8 +57,9 @@ def run_on_trainers_node(recipe: Recipe, words: Sequence[str], show: Callable[[s
         return None
     with connect_to_ray(address) as nodes:
         request = _trainers_request(recipe, nodes)
-        here, totals = next(node.key for node in nodes if node.here), {n["NodeID"]: n["Resources"] for n in ray.nodes()}
-        if all(totals[here].get(kind, 0.0) >= amount for kind, amount in request.items()):
+        local_key = next(node.key for node in nodes if node.here)
+        totals = {n["NodeID"]: n["Resources"] for n in ray.nodes()}
+        if all(totals[local_key].get(kind, 0.0) >= amount for kind, amount in request.items()):
             return None
         limit = recipe.cluster.start_deadline
         show(
