@@ -64,7 +64,7 @@ def test_a_run_in_progress_gives_its_newest_step_its_rates_and_its_faults(tmp_pa
             assert samples[f"tba_{name}", ""] == row[name], name
         assert samples["tba_faults_total", "reward_retries"] == (step >= 7)
         assert samples["tba_faults_total", "searcher_restarts"] == 0
-    assert scrapes[-1][1]["tba_generated_tokens_per_second", ""] > 0
+    assert scrapes[-1][1]["tba_trained_tokens_per_second", ""] > 0
     with pytest.raises(OSError, match="refused"):  # it has ended with the run
         socket.create_connection(("127.0.0.1", int(lines[0].rpartition(":")[2].partition("/")[0])), timeout=5)
 

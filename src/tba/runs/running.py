@@ -99,9 +99,13 @@ def execute(recipe: Recipe, run: RunDirectory, view: View, callbacks: Callbacks 
                 live_view.update(progress.status(phase, note))
 
         runtime = _runtime(recipe)(recipe, run, report)
-        with failure_recorded(recipe, run):
-            faults = runtime.go()
-            callbacks.notify(run.path)
+        try:
+            with failure_recorded(recipe, run):
+                faults = runtime.go()
+                callbacks.notify(run.path)
+        except Exception:
+            back_up_once(recipe, run)
+            raise
         with failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.has_tensorboard():  # the last evaluation came after the trainer had closed its events

@@ -45,7 +45,7 @@ log = logging.getLogger("tba.backup")
 NAME = "backup.json"
 _ACKNOWLEDGED = "acknowledged"
 _ACKNOWLEDGED_SECONDS = 10.0  # between two notes of how much the journal has
-_END_SECONDS = 600.0  # that the last backup of a process may take
+END_SECONDS = 600.0  # that a backup in progress has to end
 _BLOCK = 1 << 22  # bytes copied at a time
 _SPARE_BYTES = 64 << 20  # that increments may have beyond twice the journal's own
 _NAMES = re.compile(r"step-\d+-[0-9a-f]{8}|\d{6,}\.sqlite")  # of copies of checkpoints, and of increments
@@ -116,12 +116,12 @@ class BackupThread:
         return time.time() - (self._began if backup is None else backup.time)
 
     def _work(self) -> None:
+        """Make backups until it is stopped; the last one is made by `close`."""
         next_time = time.monotonic()
         while not self._is_closed.wait(min(self._every, _ACKNOWLEDGED_SECONDS)):
             is_due = time.monotonic() >= next_time
             self._write(is_due)
             next_time = time.monotonic() + self._every if is_due else next_time
-        self._write(is_due=True)
 
     def _write(self, is_due: bool) -> None:
         """Make a backup if one is due, else only note how much the journal has; the first of several failures is
@@ -139,12 +139,20 @@ class BackupThread:
                 record_fault(self._run.path, "backup_failures", str(error))
             self._has_failed = True
 
-    def close(self) -> None:
-        """Make the last backup, and wait for it."""
+    def stop(self, patience: float) -> bool:
+        """Begin no further backup; returns whether the one in progress, if any, has ended within `patience` seconds. A
+        process that ends in the middle of a backup leaves the one before.
+        """
         self._is_closed.set()
-        self._thread.join(_END_SECONDS)
-        if self._thread.is_alive():
-            record_fault(self._run.path, "backup_failures", f"the last backup took more than {_END_SECONDS:g} s")
+        self._thread.join(patience)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Make the last backup, after the one in progress."""
+        if self.stop(END_SECONDS):
+            self._write(is_due=True)
+        else:
+            record_fault(self._run.path, "backup_failures", f"a backup took more than {END_SECONDS:g} s")
 
 
 def start_backup(recipe: Recipe, run: RunDirectory) -> BackupThread | None:

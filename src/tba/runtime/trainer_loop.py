@@ -51,7 +51,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
-from tba.runtime.backup import BackupThread, start_backup
+from tba.runtime.backup import END_SECONDS, BackupThread, start_backup
 from tba.runtime.batch_queue import BatchQueue, StopRequested, pause, raise_out_of_data
 from tba.runtime.checkpointing import LoopState, TurnTaker, generators, set_generators, starting_point
 from tba.runtime.evaluation import Requests
@@ -72,6 +72,7 @@ from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
 _LEFT_OUT = 8  # intervals of `sync_every` in which no version is published while one is being written
+_BACKUP_PATIENCE = 5.0  # seconds that a backup in progress has to end with the trainer
 _COUNTER_SECONDS = 1.0  # between two reads of the searchers' counts
 _LEAD_SECONDS = 30.0  # that another trainer of this run has to end
 
@@ -306,8 +307,8 @@ class TrainerLoop:
             self.batches.close()
             self.replay.drain()
             self._record_evaluations()
-            if self.backup is not None:
-                self.backup.close()
+            if self.backup is not None:  # the driver makes the last one, which must not keep a trainer that ends
+                self.backup.stop(END_SECONDS if self.recipe.runtime == "inline" else _BACKUP_PATIENCE)
             write_json(self.run.result("trainer"), self.result())
 
     def state(self) -> LoopState:
