@@ -220,7 +220,7 @@ def tell_searchers(story: Story) -> None:
 
 
 def tell_windows(story: Story) -> None:
-    begin(story, "--run.restarts", "2", "--run.restart-window", "60")
+    begin(story, "--run.restarts", "2", "--cluster.restart-window", "60")
     with story.fault("ten-deaths"):
         for _ in range(10):
             story.kill("searcher-1")()

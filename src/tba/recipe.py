@@ -63,11 +63,10 @@ class RuntimeSettings:
     reward_deadline: float = 120.0  # seconds that one call of the reward may take; a longer one's answer is rejected
     # (a call about a batch has as long for each 64 answers)
     grading_lag: float = 2.0  # updates that an answer may wait for its grade, before searchers generate no further ones
-    restarts: int = 3  # how often each searcher that dies is restarted within a window; then it rests until the window
-    # is over, as long as another searcher works
-    trainer_restarts: int = 3  # how often a trainer that dies, or whose ranks do, resumes from its newest checkpoint
-    # within a window
-    restart_window: float = 3600.0  # seconds within which restarts are counted
+    restarts: int = (
+        3  # how often a worker that dies is restarted within an hour (cluster.restart_window); then a searcher
+    )
+    # rests until the hour is over, as long as another one works
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
@@ -117,6 +116,7 @@ class ClusterSettings:
     # recipe imports; None: nothing is copied
     start_deadline: float = 300.0  # seconds that Ray may take to find room for the trainer and the first searcher, or
     # to start a worker; other searchers wait for room as long as it takes
+    restart_window: float = 3600.0  # seconds within which restarts of a worker are counted (run.restarts)
     silence_deadline: float = 300.0  # seconds that a worker may be without an answer, or without a heartbeat, before
     # it is killed and restarted; a trainer has five times a step and a checkpoint, if that is more
 
@@ -144,10 +144,9 @@ class ClusterSettings:
         return nodes
 
 
-_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag", "backup_every", "restart_window")
+_POSITIVE = ("idle_deadline", "silence_deadline", "reward_deadline", "grading_lag", "backup_every")
 _MINIMA = {
     "restarts": 0,
-    "trainer_restarts": 0,
     "inline_rounds_per_sync": 1,
     "threads": 1,
     "checkpoints": 1,

@@ -69,7 +69,7 @@ class Story:
     time: float = 0.0
 
     def __post_init__(self) -> None:
-        recipe, run = made(self.path, "--run.restarts", "3", "--run.trainer-restarts", "1")
+        recipe, run = made(self.path, "--run.restarts", "3")
         self.driver = Watcher(recipe, run, quiet, now=lambda: self.time)
         self.searchers = [Mortal("searcher-0"), Mortal("searcher-1")]
         self.trainer = Mortal("trainer")
@@ -149,11 +149,14 @@ def test_the_run_ends_when_no_searcher_is_left_that_works(tmp_path: Path, other:
 
 def test_the_trainer_has_restarts_of_its_own(tmp_path: Path) -> None:
     story = Story(tmp_path / "run")
-    for time, is_restarted in ((0.0, True), (10.0, False), (HOUR, True)):
+    for time in (1.0, 2.0, 3.0):
+        story.searchers[0].code = -9
+        story.watch(time)
+    for time, is_restarted in ((4.0, True), (5.0, True), (6.0, True), (7.0, False), (4.0 + HOUR, True)):
         story.time, story.trainer.code = time, -9
         assert story.driver._restart_trainer(story.trainer, []) == is_restarted
-    assert story.trainer.attempt == 2
-    assert story.faults()["trainer_restarts"] == 2
+    assert story.trainer.attempt == 4
+    assert story.faults()["trainer_restarts"] == 4
 
 
 def test_a_worker_without_a_place_is_never_silent(tmp_path: Path) -> None:

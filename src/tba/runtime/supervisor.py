@@ -249,14 +249,14 @@ class Driver(ABC):
         """Restart a worker that was killed, unless that has been done as often in the window as allowed. Lost machines
         do not count against a searcher.
         """
-        settings, code = self.recipe.run, worker.code
+        code, window = worker.code, self.recipe.cluster.restart_window  # an hour on one machine
         if code is None or code >= 0:
             return False
         restart_times, now = self._restart_times[worker.name], self.now()
-        while restart_times and now - restart_times[0] >= settings.restart_window:
+        while restart_times and now - restart_times[0] >= window:
             restart_times.popleft()
         if worker.name == "trainer" or not worker.has_lost_node:
-            if len(restart_times) >= (settings.trainer_restarts if worker.name == "trainer" else settings.restarts):
+            if len(restart_times) >= self.recipe.run.restarts:
                 return False
             restart_times.append(now)
         self._resting_searchers.discard(worker.name)
@@ -273,12 +273,11 @@ class Driver(ABC):
         if worker.name in self._resting_searchers:
             return
         self._resting_searchers.add(worker.name)
-        settings, restart_times = self.recipe.run, self._restart_times[worker.name]
-        wait = settings.restart_window - (self.now() - restart_times[0]) if restart_times else settings.restart_window
+        window, restart_times = self.recipe.cluster.restart_window, self._restart_times[worker.name]
+        wait = window - (self.now() - restart_times[0]) if restart_times else window
         self._note = (
             f"{worker.name} {worker.cause_of_death}, after {len(restart_times)} restarts within "
-            f"{duration(settings.restart_window)} (--run.restarts, --run.restart-window): the run continues without "
-            f"it, and starts it again in {duration(wait)}"
+            f"{duration(window)} (--run.restarts): the run continues without it, and starts it again in {duration(wait)}"
         )
         record_fault(self.run.path, "searchers_waiting", self._note)
         self.release_leases(worker.name)
