@@ -63,10 +63,8 @@ class RuntimeSettings:
     reward_deadline: float = 120.0  # seconds that one call of the reward may take; a longer one's answer is rejected
     # (a call about a batch has as long for each 64 answers)
     grading_lag: float = 2.0  # updates that an answer may wait for its grade, before searchers generate no further ones
-    restarts: int = (
-        3  # how often a worker that dies is restarted within an hour (cluster.restart_window); then a searcher
-    )
-    # rests until the hour is over, as long as another one works
+    restarts: int = 3  # how often a worker that dies is restarted within an hour (cluster.restart_window); then a
+    # searcher rests until the hour is over, as long as another one works
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process

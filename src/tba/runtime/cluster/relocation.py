@@ -73,8 +73,8 @@ def run_on_trainers_node(recipe: Recipe, words: Sequence[str], show: Callable[[s
         actor = actor_class.options(num_cpus=0, scheduling_strategy=strategy).remote()
         purpose = f"Ray to start the command on {host} (--cluster.start-deadline)"
         try:
-            there = ray.get_runtime_context().gcs_address  # an address of loopback means another machine there
-            variables = {RAY_ADDRESS: there, NODE_ADDRESS: host}
+            gcs_address = ray.get_runtime_context().gcs_address  # an address of loopback means another machine there
+            variables = {RAY_ADDRESS: gcs_address, NODE_ADDRESS: host}
             if (job := os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR)) is not None:
                 variables[RAY_JOB_CONFIG_JSON_ENV_VAR] = job  # what a submitted job's workers have, such as its files
             get(actor.start.remote(list(words), str(Path.cwd()), variables), limit, purpose)
