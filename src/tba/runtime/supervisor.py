@@ -277,7 +277,8 @@ class Driver(ABC):
         wait = window - (self.now() - restart_times[0]) if restart_times else window
         self._note = (
             f"{worker.name} {worker.cause_of_death}, after {len(restart_times)} restarts within "
-            f"{duration(window)} (--run.restarts): the run continues without it, and starts it again in {duration(wait)}"
+            f"{duration(window)} (--run.restarts): the run continues without it, and starts it again in "
+            f"{duration(wait)}"
         )
         record_fault(self.run.path, "searchers_waiting", self._note)
         self.release_leases(worker.name)
