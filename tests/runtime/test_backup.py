@@ -208,6 +208,18 @@ def test_a_last_backup_whose_folder_is_gone_is_recorded_and_the_run_has_ended_we
     assert [fault["kind"] for fault in read_faults(run)].count("backup_failures") == 1
 
 
+def test_a_trainer_that_is_restarted_waits_for_a_backup_folder_that_is_out_of_reach(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "shared"
+    place.touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)
+    thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01, is_restarted=True)
+    until(lambda: read_faults(run), SECONDS, "a fault")
+    place.unlink()
+    until(lambda: Backup.read(place / "run"), SECONDS, "a backup")
+    thread.close()
+
+
 def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "shared"
     thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)

@@ -97,11 +97,13 @@ class BackupThread:
     """Backs a run up every so many seconds, and once more when it is closed.
 
     A failure is recorded and repeated at the next time; the run goes on. Raises `UserError` where the folder cannot be
-    made, or has the backup of another run.
+    made, or has the backup of another run. is_restarted: the folder may be out of reach, and come back later.
     """
 
-    def __init__(self, run: RunDirectory, journal: Path, folder: Path, every: float) -> None:
-        self._writer = BackupWriter(run, journal, run.base / folder / run.path.name)
+    def __init__(
+        self, run: RunDirectory, journal: Path, folder: Path, every: float, is_restarted: bool = False
+    ) -> None:
+        self._writer = BackupWriter(run, journal, run.base / folder / run.path.name, is_restarted)
         self._run, self._every = run, every
         self._is_closed = threading.Event()
         self._began = time.time()
@@ -155,12 +157,12 @@ class BackupThread:
             record_fault(self._run.path, "backup_failures", f"a backup took more than {END_SECONDS:g} s")
 
 
-def start_backup(recipe: Recipe, run: RunDirectory) -> BackupThread | None:
+def start_backup(recipe: Recipe, run: RunDirectory, is_restarted: bool = False) -> BackupThread | None:
     """Returns the thread that backs a run up; None where its recipe names no folder."""
     settings = recipe.run
     if settings.backup is None:
         return None
-    return BackupThread(run, run.journal(recipe), settings.backup, settings.backup_every)
+    return BackupThread(run, run.journal(recipe), settings.backup, settings.backup_every, is_restarted)
 
 
 def back_up_once(recipe: Recipe, run: RunDirectory) -> None:
@@ -179,17 +181,23 @@ def back_up_once(recipe: Recipe, run: RunDirectory) -> None:
 class BackupWriter:
     """Makes backups of a run at `place`, one after another."""
 
-    def __init__(self, run: RunDirectory, journal: Path, place: Path) -> None:
+    def __init__(self, run: RunDirectory, journal: Path, place: Path, is_restarted: bool = False) -> None:
         self._run, self._journal, self._place = run, journal, place
         self._name = secrets.token_hex(8)
+        self.newest: Backup | None = None
         try:
-            for folder in (place / "increments", place / "checkpoints", place / "weights"):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
         except OSError as error:
-            raise UserError(
-                f"--run.backup: {place} cannot be made ({error.strerror}): choose another folder"
-            ) from error
-        self.newest = self._read_own(end_of(journal))
+            if not is_restarted:
+                raise UserError(
+                    f"--run.backup: {place} cannot be made ({error.strerror}): choose another folder"
+                ) from error
+        else:
+            self.newest = self._read_own(end_of(journal))
+
+    def _make_folders(self) -> None:
+        for name in ("increments", "checkpoints", "weights"):
+            (self._place / name).mkdir(parents=True, exist_ok=True)
 
     def _read_own(self, end: IncrementEnd) -> Backup | None:
         """Returns the backup of this run that is there. Raises `UserError` when it is another's."""
@@ -212,6 +220,7 @@ class BackupWriter:
 
     def back_up(self) -> Backup:
         """Make one backup. Raises `UserError` when another process has made one meanwhile, `OSError` of a disk."""
+        self._make_folders()
         began, previous = time.time(), self._read_own(end_of(self._journal))
         if previous is not None and self.newest is not None and previous.writer != self.newest.writer:
             raise UserError(f"another process writes backups to {self._place}: end it, or choose another folder")

@@ -590,7 +590,7 @@ def start_training(
         turn_taker=turn_taker,
         ranks=ranks,
         arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
-        backup=start_backup(recipe, run),
+        backup=start_backup(recipe, run, is_restarted=version.incarnation > 0),
     )
     if version.incarnation:
         loop.restore(checkpoint)
