@@ -21,6 +21,7 @@ from tba.record.metrics import BACKUP_AGE, read_metrics
 from tba.record.run_record import BackupFacts
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
+from tba.runs.validating import validate
 from tba.runtime.backup import Backup, BackupThread, BackupWriter, back_up_once, restore_run
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound_checkpoint
@@ -218,6 +219,13 @@ def test_a_trainer_that_is_restarted_waits_for_a_backup_folder_that_is_out_of_re
     place.unlink()
     until(lambda: Backup.read(place / "run"), SECONDS, "a backup")
     thread.close()
+
+
+def test_a_cluster_needs_an_absolute_path_of_a_backup(run: Path) -> None:
+    recipe = RunDirectory.open(run).recipe()
+    recipe = replace(recipe, runtime="cluster", run=replace(recipe.run, backup=Path("shared")))
+    with pytest.raises(UserError, match=r"--run\.backup is shared, which is another folder on each node"):
+        validate(recipe)
 
 
 def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:

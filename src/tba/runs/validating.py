@@ -41,6 +41,11 @@ def validate(recipe: Recipe) -> list[str]:
     recipe.record.prometheus.validate()
     if recipe.runtime == "cluster":
         require_ray()
+        if recipe.run.backup is not None and not recipe.run.backup.is_absolute():
+            raise UserError(
+                f"--run.backup is {recipe.run.backup}, which is another folder on each node of a cluster: give an "
+                "absolute path on the shared disk"
+            )
     elif isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "vllm":
         require_vllm()
         if warning := untested_warning():
