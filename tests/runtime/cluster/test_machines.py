@@ -19,6 +19,7 @@ ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip inst
 @pytest.fixture
 def address() -> Iterator[str]:
     """A cluster of a head without GPUs and a node that claims four."""
+    from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster as Nodes
 
     home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
@@ -27,12 +28,14 @@ def address() -> Iterator[str]:
             patch.setenv(name, value)
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         patch.setenv("RAY_worker_niceness", "0")
+        reset_auth_token_state()  # Ray keeps the token of a cluster that this process has started before
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
         try:
             nodes.add_node(num_cpus=1, num_gpus=4)
             yield nodes.address
         finally:
             nodes.shutdown()
+            reset_auth_token_state()
             shutil.rmtree(home, ignore_errors=True)
 
 
