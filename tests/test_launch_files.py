@@ -82,7 +82,7 @@ def test_the_slurm_script_is_bash_and_its_signal_reaches_it_alone() -> None:
     (example,) = re.findall(r"^# +sbatch slurm\.sbatch (.*)$", text, flags=re.MULTILINE)
     recipe_name, *words = example.split()
     recipe = override(find(recipe_name), ["--runtime", "cluster", *words], "tba train")
-    nodes, gpus = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))  # type: ignore[index]
+    nodes, gpus = (int(re.findall(rf"--{name}=(\d+)", text)[0]) for name in ("nodes", "gpus-per-node"))
     assert [count for count, _ in recipe.cluster.described_nodes()] == [gpus] * nodes
 
 

@@ -12,7 +12,6 @@ many rows the journal had before and how many of these it then lacks.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import secrets
@@ -22,30 +21,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]  # PyYAML comes without types
 from faults import rows_of
+from job_events import EventWriter, event_rows, until
 
 from tba.record.metrics import read_metrics
 from tba.training.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST, TOY = ROOT / "examples" / "cluster" / "rayjob.yaml", ROOT / "tests" / "toy" / "recipe.py"
-DEADLINE, POLL = 600.0, 0.5  # seconds
+DEADLINE = 600.0  # seconds that each wait may take
 GCS, DASHBOARD = 6399, 8299  # ports on loopback
-
-
-def until(condition: Callable[[], object], purpose: str) -> None:
-    """Wait until a condition holds. Raises `TimeoutError` after ten minutes."""
-    limit = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"waited {DEADLINE:g} s for {purpose}")
-        time.sleep(POLL)
 
 
 def takes_jobs() -> bool:
@@ -99,14 +88,12 @@ class Story:
         return ray("job", "logs", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
 
     def wait_for_steps(self, job: str, step_target: int) -> None:
-        limit = time.monotonic() + DEADLINE
-        while self.steps() < step_target:
-            if "FAILED" in self.status(job) or time.monotonic() > limit:
-                raise RuntimeError(f"no step {step_target} of {job}: {self.logs(job)[-3000:]}")
-            time.sleep(5 * POLL)
+        until(lambda: self.steps() >= step_target or "FAILED" in self.status(job), f"step {step_target}", DEADLINE)
+        if self.steps() < step_target:
+            raise RuntimeError(f"no step {step_target} of {job}: {self.logs(job)[-3000:]}")
 
 
-def tell(home: Path, write: Callable[[list[object]], None]) -> None:
+def tell(home: Path, write: EventWriter) -> None:
     """Tell the story, and write a row for each event."""
     story = Story(home)
     journal = story.run / "journal.sqlite"
@@ -117,7 +104,7 @@ def tell(home: Path, write: Callable[[list[object]], None]) -> None:
     )
     write(["submitted", story.steps(), len(rows_of(journal)), 0, relocation_line])
     ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", first_job)
-    until(lambda: "STOPPED" in story.status(first_job), "the stopped job")
+    until(lambda: "STOPPED" in story.status(first_job), "the stopped job", DEADLINE)
     step, rows, checkpoint = story.steps(), rows_of(journal), newest_checkpoint(story.run / "checkpoints")
     write(["stopped", step, len(rows), 0, f"checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
     second_job = story.submit(2)
@@ -125,7 +112,7 @@ def tell(home: Path, write: Callable[[list[object]], None]) -> None:
     now = rows_of(journal)
     write(["submitted again", story.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
     ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", second_job)
-    until(lambda: "STOPPED" in story.status(second_job), "the stopped job")
+    until(lambda: "STOPPED" in story.status(second_job), "the stopped job", DEADLINE)
 
 
 def main() -> int:
@@ -145,18 +132,10 @@ def main() -> int:
     log = (home / "ray.log").open("wb")
     nodes = [subprocess.Popen([program, "start", *head, *common], stdout=log, stderr=log)]
     try:
-        until(lambda: takes_jobs() or nodes[0].poll() is not None, "Ray and its dashboard")
+        until(lambda: takes_jobs() or nodes[0].poll() is not None, "Ray and its dashboard", DEADLINE)
         worker = ["--address", f"127.0.0.1:{GCS}", "--node-ip-address=127.0.0.2", "--num-cpus=2"]
         nodes.append(subprocess.Popen([program, "start", *worker, *common], stdout=log, stderr=log))
-        with options.out.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-
-            def write(row: list[object]) -> None:
-                writer.writerow(row)
-                file.flush()
-                print(row, flush=True)
-
-            write(["event", "step", "rows", "lost", "note"])
+        with event_rows(options.out) as write:
             tell(home, write)
         return 0
     finally:

@@ -11,18 +11,16 @@ row says what happened, at which step, how many rows the journal had before and 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from faults import rows_of
+from job_events import EventWriter, event_rows, until
 
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
@@ -30,7 +28,7 @@ from tba.training.checkpoint import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, TOY = ROOT / "examples" / "cluster" / "slurm.sbatch", ROOT / "tests" / "toy" / "recipe.py"
-DEADLINE, POLL = 1200.0, 0.5  # seconds
+DEADLINE = 1200.0  # seconds that each wait may take
 CONFIGURATION = """
 ClusterName=local
 SlurmctldHost=localhost
@@ -51,15 +49,6 @@ GresTypes=gpu
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[16821-16822] CPUs=2
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def until(condition: Callable[[], object], purpose: str) -> None:
-    """Wait until a condition holds. Raises `TimeoutError` after 20 minutes."""
-    limit = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"waited {DEADLINE:g} s for {purpose}")
-        time.sleep(POLL)
 
 
 def output_of(*words: str) -> str:
@@ -88,7 +77,9 @@ class Job:
 
     def wait_for_steps(self, step_target: int) -> None:
         until(
-            lambda: self.steps() >= step_target or self.fact("JobState") in ("FAILED", "TIMEOUT"), f"step {step_target}"
+            lambda: self.steps() >= step_target or self.fact("JobState") in ("FAILED", "TIMEOUT"),
+            f"step {step_target}",
+            DEADLINE,
         )
         if self.steps() < step_target:
             raise RuntimeError(
@@ -96,12 +87,12 @@ class Job:
             )
 
 
-def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> None:
+def tell(home: Path, minutes: int, write: EventWriter) -> None:
     """Tell the story of one job, and write a row for each event."""
     job, journal = Job(home, minutes), home / "runs" / "run" / "journal.sqlite"
     job.wait_for_steps(10)
     write(["started", job.steps(), len(rows_of(journal)), 0, f"nodes {job.fact('NodeList')}"])
-    until(lambda: job.fact("Restarts") != "0", "Slurm's SIGTERM and the requeued job")
+    until(lambda: job.fact("Restarts") != "0", "Slurm's SIGTERM and the requeued job", DEADLINE)
     step, rows = job.steps(), rows_of(journal)
     checkpoint = newest_checkpoint(job.run / "checkpoints")
     write(["requeued", step, len(rows), 0, f"newest checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
@@ -109,7 +100,7 @@ def tell(home: Path, minutes: int, write: Callable[[list[object]], None]) -> Non
     now = rows_of(journal)
     write(["continued", job.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
     subprocess.run(["scancel", "--batch", "--signal=INT", job.number], check=True)
-    until(lambda: job.fact("JobState") not in ("RUNNING", "COMPLETING"), "the end of the job")
+    until(lambda: job.fact("JobState") not in ("RUNNING", "COMPLETING"), "the end of the job", DEADLINE)
     summary = Summary.read(job.run)
     closes = summary is not None and summary.tokens.closes() and summary.trajectories.closes()
     state = (
@@ -132,16 +123,8 @@ def main() -> int:
     daemons = [subprocess.Popen(["slurmctld", "-D"])]
     daemons += [subprocess.Popen(["slurmd", "-D", "-N", node]) for node in ("n1", "n2")]
     try:
-        until(lambda: output_of("sinfo", "--noheader", "--format=%T") == "idle", "two idle nodes")
-        with options.out.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-
-            def write(row: list[object]) -> None:
-                writer.writerow(row)
-                file.flush()
-                print(row, flush=True)
-
-            write(["event", "step", "rows", "lost", "note"])
+        until(lambda: output_of("sinfo", "--noheader", "--format=%T") == "idle", "two idle nodes", DEADLINE)
+        with event_rows(options.out) as write:
             tell(home, options.minutes, write)
         return 0
     finally:

@@ -3,7 +3,7 @@
     python lab/benchmarks/when_async_pays.py --tune                    # rates and batches, on seed 100
     python lab/benchmarks/when_async_pays.py --seeds 0 1 2 3 4         # the counted runs, each side at its best
     python lab/benchmarks/when_async_pays.py --table
-    python lab/benchmarks/when_async_pays.py --plot
+    python lab/benchmarks/when_async_pays.py --plot --objectives balance --judges "0 s" "0.2 s" tail
 
 Rows go to `--rows` (lab/results/when_async_pays.csv) as runs end, and runs that are there are not repeated, so that a
 command goes on where it was stopped. `--judges`, `--objectives` and `--sides` make a part of them.
@@ -222,7 +222,8 @@ def main() -> int:
     if options.table or options.tune or options.seeds:
         print(table(rows))
     if options.plot:
-        print(plot(rows, options.plot_to))
+        shown_rows = [r for r in rows if r.objective in options.objectives]
+        print(plot(shown_rows, options.judges, options.plot_to))
     return 0
 
 
@@ -451,13 +452,13 @@ def ratios(synchronous: Sequence[Row], asynchronous: Sequence[Row], i: int) -> s
     return f"{geometric_mean(numbers):.2f}{between}{count}"
 
 
-def plot(rows: Sequence[Row], path: Path) -> Path:
+def plot(rows: Sequence[Row], judges: Sequence[str], path: Path) -> Path:
     """Draw seconds to each target by judge, a panel for each target and each objective that has both sides."""
     from matplotlib.figure import Figure  # a second to load
     from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(11.0, 6.8), facecolor="white", layout="constrained")
-    both = [o for o in OBJECTIVES if any(counted(rows, judge, o, "asynchronous") for judge in JUDGES)]
+    both = [o for o in OBJECTIVES if any(counted(rows, judge, o, "asynchronous") for judge in judges)]
     figure.set_figheight(3.4 * len(both))
     grid = figure.subplots(len(both), len(TARGETS), squeeze=False, sharex=True, sharey=True)
     for (n, objective), (i, target) in itertools.product(enumerate(both), enumerate(TARGETS)):
@@ -468,11 +469,11 @@ def plot(rows: Sequence[Row], path: Path) -> Path:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
         for s, side in enumerate(SIDES):
-            for x, judge in enumerate(JUDGES):
+            for x, judge in enumerate(judges):
                 points = [r.reached[i] for r in counted(rows, judge, objective, side)]
                 draw(axes, x + (s - 0.5) * 0.3, points, COLOURS[1 - s])
-        axes.set_xticks(range(len(JUDGES)), [*JUDGES])
-        axes.set_xlim(-0.6, len(JUDGES) - 0.4)
+        axes.set_xticks(range(len(judges)), judges)
+        axes.set_xlim(-0.6, len(judges) - 0.4)
         axes.set_xlabel("judge of an answer", color=GREY, fontsize=9)
     for s, side in enumerate(SIDES):
         grid[0][0].plot([], [], "o", ms=6, color=COLOURS[1 - s], label=side)

@@ -527,7 +527,7 @@ def _generation_config(path: str) -> GenerationConfig | None:
         return None
 
 
-def folder_with_room(size: int, places: Sequence[str] = ("/dev/shm", tempfile.gettempdir())) -> str:  # noqa: S108
+def folder_with_room(size: int, places: Sequence[str] = ("/dev/shm", tempfile.gettempdir())) -> str:  # noqa: S108 - a new folder in it
     """Returns the first folder that has room for `size` bytes. Raises `UserError` where none has.
 
     Linux keeps files in memory at /dev/shm; there is little of it in a container unless it is asked for.

@@ -81,7 +81,7 @@ def write_increment(journal: Path, file: Path, previous_end: IncrementEnd) -> In
                 pass
         present_tables = {name for (name,) in database.rows("SELECT name FROM main.sqlite_master")}
         for table in (*_CHANGED, *(present_tables & _MADE_ON_DEMAND.keys())):
-            database.rows(f"CREATE TABLE increment.{table} AS SELECT * FROM main.{table}")  # noqa: S608
+            database.rows(f"CREATE TABLE increment.{table} AS SELECT * FROM main.{table}")  # noqa: S608 - our own names
         end = _read_end(database)
         database.rows("COMMIT")
     return end
@@ -91,11 +91,11 @@ def _copy_step(database: Database, table: str, last_keys: dict[str, int]) -> boo
     """Copy some rows of a table, and note the last of them; returns whether there were any."""
     key, place = _ADDED[table], last_keys.get(table, 0)
     database.rows(
-        f"INSERT INTO increment.{table} SELECT * FROM main.{table} WHERE {key} > ? ORDER BY {key} LIMIT ?",  # noqa: S608
+        f"INSERT INTO increment.{table} SELECT * FROM main.{table} WHERE {key} > ? ORDER BY {key} LIMIT ?",  # noqa: S608 - our own names
         *(place, _STEP_ROWS),
     )
     ((count, last_place),) = database.rows(
-        f"SELECT count(*), coalesce(max({key}), ?1) FROM increment.{table} WHERE {key} > ?1",  # noqa: S608
+        f"SELECT count(*), coalesce(max({key}), ?1) FROM increment.{table} WHERE {key} > ?1",  # noqa: S608 - our own names
         place,
     )
     last_keys[table] = last_place
@@ -106,7 +106,7 @@ def _read_end(database: Database) -> IncrementEnd:
     totals = dict(database.rows("SELECT name, value FROM main.totals"))
     ((recovery,),) = database.rows("SELECT coalesce(max(time), 0.0) FROM main.recoveries")
     last_keys = {
-        table: int(database.rows(f"SELECT coalesce(max({key}), 0) FROM main.{table}")[0][0])  # noqa: S608
+        table: int(database.rows(f"SELECT coalesce(max({key}), 0) FROM main.{table}")[0][0])  # noqa: S608 - our own names
         for table, key in _ADDED.items()
     }
     names = ("identity", "mark", "rows", "tokens", "retired_until")
@@ -131,7 +131,7 @@ def _add_increment(connection: sqlite3.Connection) -> None:
     for table, key in _ADDED.items():
         first_place = _FILLED_PLACES if table == "prompt_copies" else 0
         connection.execute(
-            f"INSERT INTO main.{table} SELECT * FROM increment.{table} WHERE {key} > ?",  # noqa: S608
+            f"INSERT INTO main.{table} SELECT * FROM increment.{table} WHERE {key} > ?",  # noqa: S608 - our own names
             (first_place,),
         )
     connection.execute(
@@ -142,8 +142,8 @@ def _add_increment(connection: sqlite3.Connection) -> None:
     for table in names & _MADE_ON_DEMAND.keys():
         connection.execute(_MADE_ON_DEMAND[table])
     for table in (*_CHANGED, *(names & _MADE_ON_DEMAND.keys())):
-        connection.execute(f"DELETE FROM main.{table}")  # noqa: S608
-        connection.execute(f"INSERT INTO main.{table} SELECT * FROM increment.{table}")  # noqa: S608
+        connection.execute(f"DELETE FROM main.{table}")  # noqa: S608 - our own names
+        connection.execute(f"INSERT INTO main.{table} SELECT * FROM increment.{table}")  # noqa: S608 - our own names
     # deleted since the increment that has them was written
     connection.execute("DELETE FROM main.bodies WHERE seq <= (SELECT value FROM totals WHERE name = 'retired_until')")
     if "lost" in names:

@@ -178,7 +178,7 @@ class Isolation:
     @property
     def _hidden_packages(self) -> list[str]:
         """Packages below /tmp, where programs have a folder of their own in their place."""
-        return [path for path in self.readable[len(_LIBRARIES) + 1 :] if path.startswith("/tmp/")]  # noqa: S108
+        return [path for path in self.readable[len(_LIBRARIES) + 1 :] if path.startswith("/tmp/")]  # noqa: S108 - hidden by it
 
     def fork(self) -> int:
         """Forks; at the level of namespaces the child is the first process of process namespaces of its own."""

@@ -56,8 +56,8 @@ def places_on(recipe: Recipe, hardware: Hardware) -> dict[str, Place]:
 
 def _has_whole_gpus(recipe: Recipe, hardware: Hardware) -> bool:
     """Returns whether workers share no GPU: a searcher without one waits for a node of the cluster."""
-    is_wanted = len(hardware.gpus) > 1 or recipe.cluster.trainer_gpus == 1
-    return isinstance(hardware, ClusterNodes) and is_wanted
+    has_whole_gpus = len(hardware.gpus) > 1 or recipe.cluster.trainer_gpus == 1
+    return isinstance(hardware, ClusterNodes) and has_whole_gpus
 
 
 def _gpu_counts(hardware: Hardware) -> list[int]:
