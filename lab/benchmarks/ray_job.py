@@ -81,14 +81,15 @@ class Story:
         rows = read_metrics(self.run) if self.run.exists() else []
         return int(rows[-1]["step"]) if rows else 0
 
-    def status(self, job: str) -> str:
-        return ray("job", "status", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
+    def has(self, status: str, job: str) -> bool:
+        """Returns whether Ray says `stopped` or `failed` of a job; some of its releases write it in capitals."""
+        return status in ray("job", "status", "--address", f"http://127.0.0.1:{DASHBOARD}", job).lower()
 
     def logs(self, job: str) -> str:
         return ray("job", "logs", "--address", f"http://127.0.0.1:{DASHBOARD}", job)
 
     def wait_for_steps(self, job: str, step_target: int) -> None:
-        until(lambda: self.steps() >= step_target or "FAILED" in self.status(job), f"step {step_target}", DEADLINE)
+        until(lambda: self.steps() >= step_target or self.has("failed", job), f"step {step_target}", DEADLINE)
         if self.steps() < step_target:
             raise RuntimeError(f"no step {step_target} of {job}: {self.logs(job)[-3000:]}")
 
@@ -104,7 +105,7 @@ def tell(home: Path, write: EventWriter) -> None:
     )
     write(["submitted", story.steps(), len(rows_of(journal)), 0, relocation_line])
     ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", first_job)
-    until(lambda: "STOPPED" in story.status(first_job), "the stopped job", DEADLINE)
+    until(lambda: story.has("stopped", first_job), "the stopped job", DEADLINE)
     step, rows, checkpoint = story.steps(), rows_of(journal), newest_checkpoint(story.run / "checkpoints")
     write(["stopped", step, len(rows), 0, f"checkpoint {checkpoint.path.name if checkpoint else 'NONE'}"])
     second_job = story.submit(2)
@@ -112,7 +113,7 @@ def tell(home: Path, write: EventWriter) -> None:
     now = rows_of(journal)
     write(["submitted again", story.steps(), len(now), sum(now.get(seq) != row for seq, row in rows.items()), ""])
     ray("job", "stop", "--address", f"http://127.0.0.1:{DASHBOARD}", second_job)
-    until(lambda: "STOPPED" in story.status(second_job), "the stopped job", DEADLINE)
+    until(lambda: story.has("stopped", second_job), "the stopped job", DEADLINE)
 
 
 def main() -> int:
