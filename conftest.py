@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM, in an environment of its own: make test-vllm"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Copies of a worker do not hold its pipe to pytest-xdist, which learns from the pipe's end that a worker died."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            pipe, nowhere = plugin.channel.gateway._io.outfile.fileno(), os.open(os.devnull, os.O_WRONLY)
+            os.register_at_fork(after_in_child=partial(os.dup2, nowhere, pipe))
 
 
 def pytest_collection_finish() -> None:
