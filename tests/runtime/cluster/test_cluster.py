@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +12,13 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.runtime.cluster.ray_nodes import SECONDS, in_other_process, ray_nodes
 from tests.runtime.runs import TOY, alive, distance, made, quiet, steps_of, until
 
 from tba.errors import UserError
@@ -34,41 +35,20 @@ from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
-ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install -e '.[cluster]'")
+pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install -e '.[cluster]'")
 
 takes_minutes = pytest.mark.skipif(
     "TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`"
 )
 SUMS = Path(__file__).parents[2] / "tiny_sums.py"
-TOKEN = secrets.token_hex(32)  # of all clusters here: a process reads it once
-SECONDS = 120.0  # that a busy machine may take for what takes a few
-
-
-@contextmanager
-def two_nodes(driver_cpus: int, other_cpus: int, **other: Any) -> Iterator[tuple[Any, Any]]:
-    """A cluster of two nodes with so many cores, and the second; its files are nowhere but in a folder of its own."""
-    from ray.cluster_utils import Cluster as Nodes
-
-    home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", home)
-        patch.setenv("RAY_TMPDIR", home)
-        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_worker_niceness", "0")
-        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": driver_cpus, "include_dashboard": False})
-        try:
-            yield nodes, nodes.add_node(num_cpus=other_cpus, **other)
-        finally:
-            nodes.shutdown()
-            shutil.rmtree(home, ignore_errors=True)
+RUN_SECONDS = 900.0  # of a whole run on a busy machine
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a cluster of two nodes."""
-    with two_nodes(2, 2) as (nodes, _):
+    with ray_nodes(2) as nodes:
+        nodes.add_node(num_cpus=2)
         yield nodes.address
 
 
@@ -144,21 +124,25 @@ def test_workers_import_what_is_in_a_copy_of_the_working_dir(address: str, tmp_p
     assert "none, which is no folder: give one that the workers need" in process.stderr
 
 
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [("127.0.0.1:1", r"nothing answers at [\d.]+:1"), ("127.0.0.1:99999999", ".*"), ("nowhere", ".*")],
-)
-def test_a_cluster_that_is_not_there_is_one_sentence_at_once(address: str, reason: str) -> None:
+def refusals(addresses: list[str]) -> list[str]:
     from tba.runtime.cluster.client import connect_to_ray
 
-    with (
-        pytest.raises(UserError, match=rf"cannot join the Ray cluster at {address} \({reason}\): "),
-        connect_to_ray(address),
-    ):
-        raise AssertionError
+    sentences = []
+    for address in addresses:
+        with pytest.raises(UserError) as refused, connect_to_ray(address):
+            raise AssertionError
+        sentences.append(str(refused.value))
+    return sentences
 
 
-def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
+def test_a_cluster_that_is_not_there_is_one_sentence_at_once() -> None:
+    reasons = {"127.0.0.1:1": r"nothing answers at [\d.]+:1", "127.0.0.1:99999999": ".*", "nowhere": ".*"}
+    sentences = in_other_process(SECONDS, refusals, list(reasons))
+    for (address, reason), sentence in zip(reasons.items(), sentences, strict=True):
+        assert re.match(rf"cannot join the Ray cluster at {address} \({reason}\): ", sentence), sentence
+
+
+def count_cpus(address: str) -> None:
     import ray
 
     from tba.runtime.cluster.client import connect_to_ray, nodes
@@ -174,13 +158,22 @@ def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: s
         until(lambda: free() == [2, 2], SECONDS, "it to be given back")
 
 
-def in_cluster(path: Path, address: str, *overrides: str, **how: Any) -> Summary:
-    """A whole run in the cluster, this process its driver."""
+def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
+    in_other_process(4 * SECONDS, count_cpus, address)
+
+
+def drive(path: Path, *overrides: str, source: Path) -> Summary:
     from tba.runtime.cluster.driver import Cluster
 
-    recipe, run = made(path, "--runtime", "cluster", "--address", address, *overrides, **how)
+    recipe, run = made(path, *overrides, source=source)
     driver = Cluster(recipe, run, quiet)
     return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
+
+
+def in_cluster(path: Path, address: str, *overrides: str, source: Path = TOY) -> Summary:
+    """A whole run in the cluster."""
+    options = ("--runtime", "cluster", "--address", address, *overrides)
+    return in_other_process(RUN_SECONDS, drive, path, *options, source=source)
 
 
 def places(path: Path) -> list[dict[str, Any]]:
@@ -327,12 +320,13 @@ def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkey
 def test_a_run_goes_on_without_a_searcher_whose_node_is_gone_until_there_is_another_node(tmp_path: Path) -> None:
     """Beside the trainer there is room for one searcher; the other one's node dies, and another one comes."""
     path = tmp_path / "run"
-    with two_nodes(2, 1) as (nodes, second):
+    with ray_nodes(2) as nodes:
+        nodes.add_node(num_cpus=1)
         options = ("--runtime", "cluster", "--address", nodes.address, "--searchers", "2", "--steps", "999999")
         driver = train(path, *options, "--evaluation.problems", "1")
         try:
             until(lambda: {"searcher-0", "searcher-1"} <= set(makers(path)), SECONDS, "something of both")
-            nodes.remove_node(second)
+            nodes.remove_node()
             until(lambda: count_faults(path)["searchers_waiting"], SECONDS, "one to be missed")
             done, rows = steps_of(path), makers(path)["searcher-1"]
             until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
@@ -356,7 +350,8 @@ def test_a_run_goes_on_without_a_searcher_whose_node_is_gone_until_there_is_anot
 @takes_minutes
 def test_a_command_on_a_head_that_cannot_hold_the_trainer_runs_on_the_node_that_can(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with two_nodes(0, 3, num_gpus=1, node_ip_address="127.0.0.2") as (nodes, _):
+    with ray_nodes(0) as nodes:
+        nodes.add_node(num_cpus=3, num_gpus=1, node_ip_address="127.0.0.2")
         gpus = ("--cluster.trainer-gpus", "1", "--cluster.searcher-gpus", "0")
         driver = train(path, "--runtime", "cluster", "--address", nodes.address, *gpus, "--steps", "40")
         output, errors = driver.communicate(timeout=2 * SECONDS)
@@ -382,7 +377,7 @@ def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_th
 
 @takes_minutes
 def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path: Path, address: str) -> None:
-    summary = in_cluster(tmp_path / "run", address, "--evaluation.problems", "300", source="quickstart")
+    summary = in_cluster(tmp_path / "run", address, "--evaluation.problems", "300", source=Path("quickstart"))
     assert summary.tokens.closes(), summary.tokens
     sampled = {e.version.step: e.value for e in summary.evaluations if e.metric == "pass@1/sampled"}
     assert sampled[0] < 0.45
