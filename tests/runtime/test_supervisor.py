@@ -11,7 +11,7 @@ from tests.runtime.runs import made, quiet
 
 from tba.errors import PartFailed
 from tba.record.faults import count_faults, read_faults
-from tba.runtime.supervisor import Driver
+from tba.runtime.supervisor import LOST_NODES_PER_RESTART, Driver
 
 HOUR = 3600.0
 
@@ -67,9 +67,10 @@ class Story:
 
     path: Path
     time: float = 0.0
+    restarts: int = 3
 
     def __post_init__(self) -> None:
-        recipe, run = made(self.path, "--run.restarts", "3")
+        recipe, run = made(self.path, "--run.restarts", str(self.restarts))
         self.driver = Watcher(recipe, run, quiet, now=lambda: self.time)
         self.searchers = [Mortal("searcher-0"), Mortal("searcher-1")]
         self.trainer = Mortal("trainer")
@@ -132,12 +133,30 @@ def test_a_searcher_whose_nodes_are_lost_comes_back_each_time_and_keeps_its_rest
     assert (victim.attempt, victim.code) == (10, -9)
 
 
+def test_a_searcher_that_loses_node_after_node_rests_when_its_larger_limit_is_reached(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run")
+    victim = story.searchers[1]
+    for death in range(40):
+        victim.code, victim.has_lost_node = -9, True
+        story.watch(60.0 * death)
+    assert (victim.attempt, victim.code) == (3 * LOST_NODES_PER_RESTART, -9)
+    assert "after 30 restarts within 60:00 min" in str(read_faults(story.path)[-1]["what"])
+
+
+def test_without_restarts_a_run_continues_without_a_dead_searcher_and_promises_nothing(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run", restarts=0)
+    story.searchers[1].code = -9
+    story.watch(2 * HOUR)
+    assert (story.searchers[1].attempt, story.searchers[1].code) == (0, -9)
+    assert str(read_faults(story.path)[-1]["what"]).endswith("without it, since --run.restarts is 0")
+
+
 @pytest.mark.parametrize("other", [{"code": -9}, {"waits_for_room": True}])
 def test_the_run_ends_when_no_searcher_is_left_that_works(tmp_path: Path, other: dict[str, int | bool]) -> None:
     story = Story(tmp_path / "run")
     victim = story.searchers[0]
     story.searchers[1] = replace(story.searchers[1], **other)
-    story.driver._restart_times["searcher-1"].extend([0.0] * 3)
+    story.driver._restart_times["searcher-1", False].extend([0.0] * 3)
     for minute in range(3):
         victim.code = -9
         story.watch(60.0 * minute)

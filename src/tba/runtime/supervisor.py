@@ -36,6 +36,7 @@ from tba.types import Json
 POLL = 0.05  # seconds between two checks of the workers
 STOP_DEADLINE = 60.0  # seconds, at least, that a worker has to stop: a searcher ends its round, the trainer its step
 _STEPS_TO_STOP = 5  # the time of so many mean steps, where that is longer
+LOST_NODES_PER_RESTART = 10  # --run.restarts of a searcher; more than spot machines, fewer than one that ends each node
 _LOCK_SECONDS = 5.0  # that the driver waits for the journal's lock
 GRACE_SECONDS = 30.0  # that Kubernetes leaves between SIGTERM and SIGKILL, unless told otherwise
 
@@ -115,7 +116,9 @@ class Driver(ABC):
     joined: JoinedSearchers = field(init=False)
     now: Callable[[], float] = time.monotonic  # the clock of the window in which restarts are counted
     _note: str = ""
-    _restart_times: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # in the window
+    _restart_times: dict[tuple[str, bool], deque[float]] = field(  # in the window; by name, and whether a node was lost
+        default_factory=lambda: defaultdict(deque)
+    )
     _resting_searchers: set[str] = field(default_factory=set)  # searchers whose restarts in the window are used up
 
     def __post_init__(self) -> None:
@@ -246,19 +249,18 @@ class Driver(ABC):
         return True
 
     def _restart(self, worker: Worker, kind: str) -> bool:
-        """Restart a worker that was killed, unless that has been done as often in the window as allowed. Lost machines
-        do not count against a searcher.
+        """Restart a worker that was killed, unless that has been done as often in the window as allowed. The machines
+        that a searcher loses have a larger limit of their own.
         """
         code, window = worker.code, self.recipe.cluster.restart_window  # an hour on one machine
         if code is None or code >= 0:
             return False
-        restart_times, now = self._restart_times[worker.name], self.now()
+        restart_times, now = self._restart_times_of(worker), self.now()
         while restart_times and now - restart_times[0] >= window:
             restart_times.popleft()
-        if worker.name == "trainer" or not worker.has_lost_node:
-            if len(restart_times) >= self.recipe.run.restarts:
-                return False
-            restart_times.append(now)
+        if len(restart_times) >= self._restart_limit(worker):
+            return False
+        restart_times.append(now)
         self._resting_searchers.discard(worker.name)
         reason = f"{worker.name} {worker.cause_of_death}"
         if worker.name == "trainer":
@@ -268,18 +270,29 @@ class Driver(ABC):
         worker.start_again()
         return True
 
+    def _restart_times_of(self, worker: Worker) -> deque[float]:
+        return self._restart_times[worker.name, worker.name != "trainer" and worker.has_lost_node]
+
+    def _restart_limit(self, worker: Worker) -> int:
+        is_of_a_node = worker.name != "trainer" and worker.has_lost_node
+        return self.recipe.run.restarts * (LOST_NODES_PER_RESTART if is_of_a_node else 1)
+
     def _begin_rest(self, worker: Worker) -> None:
         """Go on without a searcher that has died too often, until its window allows another restart."""
         if worker.name in self._resting_searchers:
             return
         self._resting_searchers.add(worker.name)
-        window, restart_times = self.recipe.cluster.restart_window, self._restart_times[worker.name]
-        wait = window - (self.now() - restart_times[0]) if restart_times else window
-        self._note = (
-            f"{worker.name} {worker.cause_of_death}, after {len(restart_times)} restarts within "
-            f"{duration(window)} (--run.restarts): the run continues without it, and starts it again in "
-            f"{duration(wait)}"
-        )
+        window, restart_times = self.recipe.cluster.restart_window, self._restart_times_of(worker)
+        if restart_times:
+            self._note = (
+                f"{worker.name} {worker.cause_of_death}, after {len(restart_times)} restarts within "
+                f"{duration(window)} (--run.restarts): the run continues without it, and starts it again in "
+                f"{duration(window - (self.now() - restart_times[0]))}"
+            )
+        else:
+            self._note = (
+                f"{worker.name} {worker.cause_of_death}: the run continues without it, since --run.restarts is 0"
+            )
         record_fault(self.run.path, "searchers_waiting", self._note)
         self.release_leases(worker.name)
 
