@@ -291,6 +291,8 @@ def test_a_refusal_names_a_field_with_which_the_recipe_fits(at: Models) -> None:
     sentence = refusal(replace(seven, trainer=RankSettings(6), searchers=2), machine(*[48] * 8))
     assert sentence.startswith("the searcher needs")
     assert "--model.generation.slots" in sentence
+    sentence = refusal(replace(seven, trainer=RankSettings(14), searchers=2), machine(*[32] * 16))
+    assert "set --reference-scorer trainer --model.generation.slots" in sentence  # fewer slots alone are not enough
     assert "--trainer.ranks 2" in refusal(
         replace(seven, trainer=RankSettings(1), searchers=1, max_tokens_per_pass=4096), machine(*[80] * 4)
     )

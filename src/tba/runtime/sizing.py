@@ -468,9 +468,13 @@ def _trainer_savings(recipe: Recipe) -> Iterator[list[str]]:
 
 def _searcher_savings(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which searchers need ever less, the first of them none."""
-    yield []
+    slot_flags: list[list[str]] = []
     if isinstance(recipe.model, HasGeneration):
-        yield from (["--model.generation.slots", limit] for limit in _halves(recipe.model.generation.slots))
+        slot_flags += (["--model.generation.slots", limit] for limit in _halves(recipe.model.generation.slots))
+    yield from ([], *slot_flags[:1])
+    if with_trainer_scores(recipe) is not None:
+        yield from ([*_TRAINER_SCORES, *flags] for flags in ([], *slot_flags))
+    yield from slot_flags[1:]
     yield from (["--searchers", limit] for limit in _halves(recipe.searcher_count))
 
 
