@@ -32,6 +32,7 @@ from forms import TUNING_SEED, Bench, Cell, Row, missing_cells, read_rows, summa
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.policy_gradient import Reinforce, proximal_rloo
+from tba.objectives.ppo import Ppo
 from tba.objectives.raft import Raft
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -55,7 +56,7 @@ AGES, M = (64, 10), 0.5  # k, share of recent groups
 TIERS = (
     ("asymmetric", "none", "exact"),
     ("grpo", "grpo-answer", "decoupled", "raft"),
-    ("reinforce", "prox-rloo", "grpo-token", "tba-prime", "cispo"),
+    ("reinforce", "prox-rloo", "grpo-token", "tba-prime", "ppo", "cispo"),
     ("gspo", "dppo", "topr", "dr-grpo", "rloo", "gspo-wide", "least-variance", "least-variance-ones"),
 )
 
@@ -76,6 +77,7 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo-token": Grpo(_beta, correction=Correction("truncate", "token")),
     "grpo-answer": Grpo(_beta, correction=Correction("truncate", "sequence")),
     "dr-grpo": dr_grpo(_beta),
+    "ppo": Ppo(_beta),
     "decoupled": Grpo(_beta, correction=Correction("decoupled")),
     "cispo": Grpo(_beta, loss_aggregation="token", correction=Correction("truncate", cap=1.28)),
     "gspo": Grpo(_beta, correction=Correction("clip", "mean", clip=3e-4, clip_high=4e-4)),
