@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.protocols import Manifest
 from tba.streaming import FileLayout, TensorStream
 from tba.types import Version
-from tba.weights import in_memory
+from tba.weights import in_memory, slots
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
 
@@ -179,6 +179,23 @@ def test_readers_in_other_processes_find_each_version_whole_while_files_are_writ
             publisher.publish({name: t.fill_(step) for name, t in tensors.items()}, Version(0, step), Manifest())
         assert process.stdout.read() == "whole\n"
     publisher.close()
+
+
+def test_a_version_that_is_written_over_between_being_opened_and_being_locked_is_left_for_the_newest(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, lock = WeightDirectory(path, settings=SETTINGS), slots.fcntl.flock
+    publish(publisher, 0)
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(slots.fcntl, "flock", lock)
+        publish(publisher, 1, 2, 3, 4)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(slots.fcntl, "flock", lock_late)
+    published = WeightDirectory(path).newer_than(None)
+    assert published.version == Version(0, 4)
+    assert torch.equal(published.read()["a"], weights_of(4)["a"])
 
 
 def test_a_file_whose_reader_was_killed_is_used_again(path: Path, place: Path) -> None:

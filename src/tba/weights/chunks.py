@@ -51,8 +51,8 @@ def split_header(content: FlatBytes) -> tuple[str, FlatBytes]:
     """Returns the header of a safetensors file (JSON), and the bytes of its tensors, without what lies behind them."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = content[8:start].tobytes().decode()
-    ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
-    return header, content[start : start + max(ends, default=0)]
+    end_offsets = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    return header, content[start : start + max(end_offsets, default=0)]
 
 
 def map_file(path: Path) -> FlatBytes:
