@@ -685,7 +685,7 @@ def empty_memory(run: Run) -> None:
 def memory_folders(run: Run) -> list[Path]:
     """Returns the folders in /dev/shm that hold weights of the run."""
     weights = run.path.resolve() / "weights"
-    marks = Path("/dev/shm").glob("tba-published-*/of")  # noqa: S108 (where a run keeps them)
+    marks = Path("/dev/shm").glob("tba-published-*/of")
     return [mark.parent for mark in marks if mark.readlink() == weights]
 
 

@@ -274,7 +274,7 @@ def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begi
         folder.rmdir()
     reader = WeightDirectory(path)
     assert reader.newer_than(None) is None
-    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): a run in progress"):
         reader.at(Version(0, 1))
     again = WeightDirectory(path, settings=SETTINGS)
     again.clean()
@@ -351,10 +351,25 @@ def test_a_publisher_whose_memory_was_emptied_makes_room_anew(path: Path, place:
     publish(directory, 1)
     shutil.rmtree(place)
     place.mkdir()
-    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): a run in progress"):
         directory.pin(Version(0, 1), "evaluation")
     publish(directory, 2)
     assert read(path, 2)
+
+
+def test_a_version_is_on_the_disk_before_it_says_that_it_is_pinned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, is_link_when_pinned = WeightDirectory(path, settings=SETTINGS), []
+    publish(directory, 1)
+    write = directory._write_file
+
+    def note(version: Version, suffix: str, value: object) -> None:
+        is_link_when_pinned.append((path / "0.1.safetensors").is_symlink())
+        write(version, suffix, value)
+
+    monkeypatch.setattr(directory, "_write_file", note)
+    directory.pin(Version(0, 1), "reference")
+    assert is_link_when_pinned == [False]
+    assert read(path, 1)
 
 
 def test_a_publisher_whose_memory_was_emptied_ends_and_says_what_is_gone(

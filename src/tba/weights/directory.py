@@ -6,8 +6,8 @@ manifest.
 Invariant: a version is published while its manifest is there, which is renamed into place after the tensors and is
 deleted before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at all.
 One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept. What
-`newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version may lie
-in the machine's memory (`in_memory`) until it is pinned, or the publisher ends.
+`newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version lies in
+the machine's memory (`in_memory`), where that has room, until it is pinned or the publisher ends.
 
 With `full_version_every` above 1 the versions between two whole ones hold only their changes since the earlier of them
 (`deltas`), their base: it is kept as long as any of them, and readers always get whole tensors.
@@ -263,8 +263,8 @@ class WeightDirectory:
     def _lost_error(self, version: Version) -> UserError:
         return UserError(
             f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart of the "
-            "machine empties it, and so may other programs): continue the run (tba resume), which publishes anew from "
-            "its checkpoint"
+            "machine empties it, and so may other programs; another container has its own): a run in progress "
+            "publishes a newer one, and one that has ended does so once it is continued (tba resume)"
         )
 
     def base(self, version: Version) -> Version | None:
@@ -293,13 +293,13 @@ class WeightDirectory:
         """
         if not self._path_of(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
-        self._write_file(version, PINS, [*self.pins(version), reason])
         base = self.base(version)
         for needed_version in (version,) if base is None else (version, base):
             if is_lost(self.file(needed_version)):
                 raise self._lost_error(needed_version)
             bring_to_disk(self.file(needed_version))
             sync(self._path_of(needed_version, MANIFEST))
+        self._write_file(version, PINS, [*self.pins(version), reason])  # last: what is pinned may be copied (backups)
         sync(self._path_of(version, PINS))
         sync(self.path)
 
