@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "typed_values", "fields", "json_input", "user_code", "markup", "chat_prompts"}
-GROUND |= {"pretrained", "tables", "assistant_turns"}
+GROUND |= {"pretrained", "tables", "assistant_turns", "host_memory"}
 TENSORS = {"sharding", "streaming", "device_to_host", "gpus"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "grading", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "tables": {"errors", "types", "json_input"},  # rows of files, for tasks and imports
     "assistant_turns": {"errors", "types", "chat_prompts", "markup"},  # what ends a turn in a chat template
     "clock": set(),
+    "host_memory": set(),
     "batch": {"types"},
     "protocols": {"errors", "types", "batch", "sharding"},  # the last two for type checkers only
     "generation": {"types", "protocols"},

@@ -38,6 +38,8 @@ ended; runs that it has already are not repeated. The kinds:
     refill, teacher                      driver killed: with `--replay.selection.refill`; while a student learns from a
                                          teacher, which is not there, or another one, at the first resume
     memory-copy                          a copy of a run with `--publish.in-memory` is resumed while the run goes on
+    memory-emptied                       all that a run with `--publish.in-memory` has in /dev/shm deleted: it goes on;
+                                         every second time while nothing runs: it is resumed
     searcher-files                       files of the searcher may not grow any more (ulimit -f)
     moved                                the folder of the run moved away under it, and put back once the run has ended
     gateway-no-token, gateway-wrong-token, gateway-replay, gateway-body
@@ -662,6 +664,31 @@ def resume_copy(run: Run) -> None:
     run.require(run.exit_code() == 0, f"the run itself did not go on: {run.text()[-300:]}")
 
 
+def empty_memory(run: Run) -> None:
+    run.begin("--publish.in-memory")
+    run.wait_for_step(least=1)
+    is_killed = run.number % 2 == 1
+    if is_killed:
+        run.kill_driver_and_wait()
+    run.acknowledged = run.copied_rows()
+    folders = memory_folders(run)
+    run.require(bool(folders), "it had no weights in memory")
+    for folder in folders:
+        shutil.rmtree(folder)
+    if is_killed:
+        run.resume()
+    run.require(run.exit_code() == 0, f"it did not go on: {run.text()[-300:]}")
+    run.require(not count_faults(run.path)["searcher_restarts"], "a searcher was started again")
+    run.require(not memory_folders(run), "something stayed in memory")
+
+
+def memory_folders(run: Run) -> list[Path]:
+    """Returns the folders in /dev/shm that hold weights of the run."""
+    weights = run.path.resolve() / "weights"
+    marks = Path("/dev/shm").glob("tba-published-*/of")
+    return [mark.parent for mark in marks if mark.readlink() == weights]
+
+
 def limit_searcher_files(run: Run) -> None:
     run.begin()
     run.wait_for_step(least=1)
@@ -917,6 +944,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "refill": kill_driver_with_refill,
     "teacher": change_teacher,
     "memory-copy": resume_copy,
+    "memory-emptied": empty_memory,
     "searcher-files": limit_searcher_files,
     "moved": move_run,
     "gateway-no-token": attack_gateway(use_strange_token("")),

@@ -1,6 +1,7 @@
 """What publishing the weights costs: between steps, and in the background.
 
     python lab/benchmarks/publishing.py [--quick]
+    python lab/benchmarks/publishing.py --places 512 [--code NAME] [--out publishing.csv]
 
 A random Llama of 50 M parameters (float32), one thread. Three rounds; in each a step with nothing published, one that
 publishes before it continues, and one that publishes in the background, in this order. *Time* is that of writing alone
@@ -10,16 +11,23 @@ publishes before it continues, and one that publishes in the background, in this
 Then the size of a version in each type, full and as the changes of one step
 (`--publish.full-version-every`), at learning
 rates of 1e-5 and 1e-6: megabytes, and seconds to write it (medians of three steps).
+
+With `--places`, instead, one version of so many megabytes (float32) is published on the disk and in memory
+(`--publish.in-memory`) in turn, three times each, and read into tensors of the same process: CPU seconds of this
+process and wall seconds of each, after four versions that are not counted. `--out` appends a row for each, with the
+name of the code that was measured: to compare two commits, call this in a working tree of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -42,6 +50,11 @@ from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
 
 ROUNDS = 3
+WARM_UP_VERSIONS = 4
+PLACE_COLUMNS = (
+    *("code", "place", "megabytes", "repeat", "publish_cpu_seconds", "publish_wall_seconds"),
+    *("read_cpu_seconds", "read_wall_seconds"),
+)
 
 
 def policy_of(quick: bool) -> CausalPolicy:
@@ -129,11 +142,65 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
             print(f"{kind:10} {lr:6.0e} {whole:9.1f} {whole_s:6.3f} {changes:11.2f} {changes_s:6.3f}")
 
 
+def measure_places(megabytes: int, code: str, out: Path | None) -> None:
+    """Prints, and appends to `out`, what publishing and reading a version costs in each place."""
+    tensors = {f"layer.{i}": torch.randn(megabytes << 14) for i in range(16)}
+    engine_tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        places = {
+            place: (WeightDirectory(Path(folder) / place, settings=PublishSettings(in_memory=place == "memory")))
+            for place in ("disk", "memory")
+        }
+        readers = {place: WeightDirectory(directory.path) for place, directory in places.items()}
+        for i in range(WARM_UP_VERSIONS + ROUNDS):
+            for place, directory in places.items():
+                publishing = seconds_of(partial(directory.publish, tensors, Version(0, i), Manifest()))
+                reading = seconds_of(partial(load_newest, readers[place], engine_tensors))
+                assert all(torch.equal(engine_tensors[name], tensor) for name, tensor in tensors.items())
+                if i >= WARM_UP_VERSIONS:
+                    rows.append([code, place, megabytes, i - WARM_UP_VERSIONS, *publishing, *reading])
+        for directory in places.values():
+            directory.close()
+    for row in rows:
+        print(*(f"{value:.3f}" if isinstance(value, float) else value for value in row))
+    if out is not None:
+        is_new = not out.exists()
+        with out.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if is_new:
+                writer.writerow(PLACE_COLUMNS)
+            writer.writerows([[f"{v:.3f}" if isinstance(v, float) else v for v in row] for row in rows])
+
+
+def load_newest(directory: WeightDirectory, engine_tensors: dict[str, torch.Tensor]) -> None:
+    published = directory.newer_than(None)
+    assert published is not None
+    for name, tensor in published.read().items():
+        engine_tensors[name].copy_(tensor)
+
+
+def seconds_of(act: Callable[[], object]) -> tuple[float, float]:
+    """Returns the CPU seconds of this process and the wall seconds that a call takes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    act()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--places", type=int, metavar="MB", help="compare the disk and memory with versions of this size"
+    )
+    parser.add_argument("--code", default="", help="name of the code that is measured, for --out")
+    parser.add_argument("--out", type=Path, help="CSV that the rows of --places are appended to")
     parser.add_argument("--quick", action="store_true", help="a small model, to see whether it runs")
-    quick = parser.parse_args().quick
+    options = parser.parse_args()
+    quick = options.quick
     torch.set_num_threads(1)
+    if options.places:
+        measure_places(options.places, options.code, options.out)
+        return
     policy = policy_of(quick)
     batch = batch_of(1 if quick else 2, 10, 16 if quick else 128)
     optimizer = OptimizerSettings(lr=1e-5).start(policy.parameters())

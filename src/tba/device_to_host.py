@@ -2,22 +2,27 @@
 
 Invariant: a copy begins after all that the device had been given before it (the update that made the weights), on a
 stream of its own, where it is cast. Whoever changes the tensors calls `hold` first: what is launched from there on
-waits for the copy, on the device and not on the host. The memory is pinned, allocated once and taken again by the next
-copy, which is begun only when nobody reads the one before. What lies on the host is not copied but read in place; then
+waits for the copy, on the device and not on the host. The memory is that of the file where this lies in memory
+(`weights.slots`). Else it is pinned, allocated once and taken again by the next copy, which is begun only when nobody
+reads the one before. What lies on the host is not copied but read in place; then
 its readers have to be waited for.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tba.streaming import BLOCK, TensorStream, written_type
+from tba.streaming import TensorStream, copy_in_blocks, written_type
 
+log = logging.getLogger("tba.weights")
+_PORTABLE, _READ_ONLY = 1, 8  # flags of cudaHostRegister: for all GPUs; memory that is mapped to be read only
 _ALIGNMENT = 64  # bytes: where a tensor may begin
 
 
@@ -72,6 +77,22 @@ class CudaEvent:
         self._event.synchronize()
 
 
+def register_with_gpu(address: int, size: int, is_read_only: bool) -> Callable[[], None] | None:
+    """Makes `size` bytes of this process's memory such that a GPU copies from or to them by itself. Returns what undoes
+    this, before the memory is given back; None where this process uses no GPU, or the GPU refuses.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if is_read_only else 0))
+    if error.value:
+        log.warning("%.2f GB of memory are not registered with the GPU: %s", size / 1e9, error)
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # raises the error that the runtime keeps, which the next kernel would
+        return None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
 def begin_reading(values: Tensor) -> Callable[[], list[float]]:
     """Begins to copy a few numbers [N] to the host, after what the device has been given so far. Returns a function
     that waits for this copy, and for nothing that comes later, and returns the numbers.
@@ -97,11 +118,17 @@ class HostCopies:
         self._copies: dict[str, Tensor] = {}
         self._last_copy: WorkPoint | None = None
 
-    def begin_copy(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
+    def begin_copy(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+        reserve: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
+    ) -> Mapping[str, Tensor]:
         """Begins a copy and returns its tensors, whose `items()` wait for it. Tensors of floating point become `dtype`
         (None: they keep their type).
 
-        Earlier copies must not be read any more. Where the tensors lie on the host, they are returned themselves.
+        They go into the tensors that `reserve` returns, or else into memory of these copies; then earlier copies must
+        not be read any more. Where the tensors lie on the host, they are returned themselves.
         """
         device = next((t.device for t in tensors.values()), None)
         if self._lane is None and device is not None and device.type == "cuda":
@@ -109,13 +136,15 @@ class HostCopies:
         if self._lane is None:
             return tensors
         layout = {name: (written_type(t.dtype, dtype), t.shape) for name, t in tensors.items()}
-        if layout != self._layout:
+        copies = reserve()
+        if copies is None and layout != self._layout:
             self._layout, self._copies = layout, _allocate(layout, self._lane.allocate)
-        copies, sources = self._copies, {name: t.detach() for name, t in tensors.items()}
+        copies = self._copies if copies is None else copies
+        sources = {name: t.detach() for name, t in tensors.items()}
 
         def copy() -> None:
             for name, tensor in sources.items():
-                _copy_in_blocks(tensor, copies[name])
+                copy_in_blocks(tensor, copies[name], non_blocking=True)
 
         point = self._last_copy = self._lane.run(copy)
 
@@ -146,13 +175,3 @@ def _allocate(layout: Mapping[str, tuple[torch.dtype, torch.Size]], room: Callab
         name: part[: sizes[name]].view(kind).view(shape)
         for part, (name, (kind, shape)) in zip(parts, layout.items(), strict=True)
     }
-
-
-def _copy_in_blocks(tensor: Tensor, target: Tensor) -> None:
-    """Copies a tensor, cast on its own device a block at a time, so that the cast takes little memory."""
-    if tensor.dtype == target.dtype:
-        target.copy_(tensor, non_blocking=True)
-        return
-    size = max(1, BLOCK // target.dtype.itemsize)
-    for block, place in zip(tensor.reshape(-1).split(size), target.view(-1).split(size), strict=True):
-        place.copy_(block.to(target.dtype), non_blocking=True)

@@ -103,28 +103,94 @@ def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) ->
     return sum(shape.numel() * written_type(shape.dtype, dtype).itemsize for shape in shapes_of(tensors).values())
 
 
+@dataclass(frozen=True)
+class FileLayout:
+    """Says where the tensors of a safetensors file lie: the widest types first, so that all are aligned."""
+
+    header: bytes
+    types: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # by name: the type in the file, and the shape
+    offsets: Mapping[str, int]  # from the file's beginning
+    size: int  # bytes of the file
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> FileLayout:
+        """Returns the layout of `tensors`, of which those of floating point are written as `dtype` (None: as they
+        are).
+        """
+        types = {name: (written_type(t.dtype, dtype), tuple(t.shape)) for name, t in shapes_of(tensors).items()}
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+        offset, offsets = 0, {}
+        for name, (kind, shape) in sorted(types.items(), key=lambda item: -item[1][0].itemsize):
+            size = math.prod(shape) * kind.itemsize
+            data_offsets = [offset, offset + size]
+            entries[name] = {"dtype": SAFETENSORS_NAMES[kind], "shape": list(shape), "data_offsets": data_offsets}
+            offsets[name] = offset
+            offset += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        offsets = {name: len(header) + start for name, start in offsets.items()}
+        return FileLayout(header, types, offsets, len(header) + offset)
+
+    def places(self, memory: Tensor) -> dict[str, Tensor]:
+        """Returns the place of each tensor in `memory`, the bytes of the file."""
+        return {
+            name: memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+            for name, start in self.offsets.items()
+            for kind, shape in [self.types[name]]
+        }
+
+    def check(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names and tensors, one after the other.
+
+        Raises `ValueError` when one does not have its declared shape, or is missing.
+        """
+        shapes = {name: shape for name, (_, shape) in self.types.items()}
+        for name, tensor in tensors.items():
+            shape = shapes.pop(name, None)
+            if shape != tuple(tensor.shape):
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read: expected shape {shape}")
+            yield name, tensor
+        if shapes:
+            raise ValueError(f"{next(iter(shapes))} is missing: the tensors ended before it")
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """Writes `tensors` as a safetensors file, one after the other, and returns its bytes.
 
     Those of floating point are written as `dtype` (None: as they are); a tensor on the meta device only gets a place,
     for `write_rows`. Raises `ValueError` when a tensor does not have its declared shape.
     """
-    expected_types = {name: (written_type(t.dtype, dtype), tuple(t.shape)) for name, t in shapes_of(tensors).items()}
-    header, places = _file_header(expected_types)
-    sizes = list(expected_types.values())
+    layout = FileLayout.of(tensors, dtype)
     with path.open("wb") as file:
-        file.write(header)
-        for name, tensor in tensors.items():
-            file_type, shape = expected_types.pop(name, (None, None))
-            if file_type is None or shape != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read: expected shape {shape}")
-            file.seek(len(header) + places[name])
+        file.write(layout.header)
+        for name, tensor in layout.check(tensors):
+            file.seek(layout.offsets[name])
             if not tensor.is_meta:
-                write_flat(file, tensor.detach(), file_type)
-        if expected_types:
-            raise ValueError(f"{next(iter(expected_types))} is missing: the tensors ended before it")
-        file.truncate(len(header) + sum(math.prod(shape) * file_type.itemsize for file_type, shape in sizes))
-        return file.seek(0, os.SEEK_END)
+                write_flat(file, tensor.detach(), layout.types[name][0])
+        file.truncate(layout.size)
+    return layout.size
+
+
+def fill_memory(memory: Tensor, tensors: Mapping[str, Tensor], layout: FileLayout) -> None:
+    """Makes the first bytes of `memory` what `write_tensors` would write into a file. A tensor that lies in its place
+    already is not copied. Raises `ValueError` when one does not have its declared shape.
+    """
+    memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    places = layout.places(memory)
+    for name, tensor in layout.check(tensors):
+        if tensor.data_ptr() != places[name].data_ptr():
+            copy_in_blocks(tensor.detach(), places[name])
+
+
+def copy_in_blocks(tensor: Tensor, target: Tensor, non_blocking: bool = False) -> None:
+    """Copies a tensor, cast on its own device a block at a time, so that the cast takes little memory."""
+    if tensor.dtype == target.dtype:
+        target.copy_(tensor, non_blocking=non_blocking)
+        return
+    size = max(1, BLOCK // target.dtype.itemsize)
+    for block, place in zip(tensor.reshape(-1).split(size), target.view(-1).split(size), strict=True):
+        place.copy_(block.to(target.dtype), non_blocking=non_blocking)
 
 
 def write_rows(path: Path, rows: Mapping[str, tuple[int, Tensor]]) -> None:
@@ -194,23 +260,6 @@ def is_whole_smaller(changed_count: int, count: int, dtype: torch.dtype) -> bool
 def written_type(dtype: torch.dtype, float_type: torch.dtype | None) -> torch.dtype:
     """Returns the type that a tensor of `dtype` is written in: `float_type`, if given, for one of floating point."""
     return float_type if float_type is not None and dtype.is_floating_point else dtype
-
-
-def _file_header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Returns the file's first bytes, and each tensor's offset after them. The widest types come first, so that all are
-    aligned.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
-    offset, places = 0, {}
-    for name, (kind, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
-        size = math.prod(shape) * kind.itemsize
-        data_offsets = [offset, offset + size]
-        entries[name] = {"dtype": SAFETENSORS_NAMES[kind], "shape": list(shape), "data_offsets": data_offsets}
-        places[name] = offset
-        offset += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, places
 
 
 def write_flat(file: BinaryIO, tensor: Tensor, dtype: torch.dtype) -> None:

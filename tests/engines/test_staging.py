@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -68,3 +71,17 @@ def test_weights_are_staged_where_half_of_the_free_memory_holds_them(free_bytes:
 def test_an_engine_on_the_host_reads_weights_in_place() -> None:
     weights = {"a": torch.zeros(3)}
     assert Staging(CPU).begin_copy(weights) is weights
+
+
+def test_what_is_copied_from_is_held_until_the_copy_is_made() -> None:
+    lane, weights = ThreadLane(), {"a": torch.zeros(3)}
+    source = weakref.ref(weights["a"])
+    staging = Staging(CPU, lane)
+    staged_weights = staging.begin_copy(weights)
+    del weights
+    gc.collect()
+    assert source() is not None
+    lane.gate.set()
+    assert dict(staged_weights.items())["a"].tolist() == [0, 0, 0]
+    gc.collect()
+    assert source() is None

@@ -164,7 +164,7 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
 def test_every_version_reads_as_it_was_published_in_the_type_that_was_asked_for(
     tmp_path: Path, dtype: torch.dtype | None, full_version_every: int
 ) -> None:
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every), dtype=dtype)
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_version_every, in_memory=False), dtype=dtype)
     kind = dtype or torch.float32
     weights, held = tensors(0), []
     for step in range(8):

@@ -4,19 +4,51 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lanes import open_lane
+from tba.device_to_host import HostCopies
 from tba.errors import UserError
 from tba.protocols import Manifest
+from tba.streaming import FileLayout, TensorStream
 from tba.types import Version
-from tba.weights import in_memory
+from tba.weights import in_memory, slots
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
 
 SETTINGS = PublishSettings(in_memory=True)
+
+READER = """
+import sys
+from pathlib import Path
+from tba.types import Version
+from tba.weights.directory import WeightDirectory
+
+reader, version, count = WeightDirectory(Path(sys.argv[1])), None, 0
+while count < 300:
+    published = reader.newer_than(version)
+    if published is not None:
+        tensors, version, count = published.read(), published.version, count + 1
+        for _ in range(3):
+            assert all((tensor == version.step).all() for tensor in tensors.values()), version
+print("whole")
+"""
+HOLDER = """
+import sys
+from pathlib import Path
+from tba.weights.directory import WeightDirectory
+
+tensors = WeightDirectory(Path(sys.argv[1])).newer_than(None).read()
+print("holds", flush=True)
+sys.stdin.read()
+"""
 
 
 def weights_of(step: int) -> dict[str, torch.Tensor]:
@@ -42,7 +74,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def held(place: Path) -> list[str]:
-    return sorted(file.name for folder in place.iterdir() for file in folder.iterdir() if not file.is_symlink())
+    return sorted(file.name for folder in place.iterdir() for file in folder.glob("*.safetensors"))
+
+
+def slot_count(place: Path) -> int:
+    """How many files there are in memory: a version is one more name of its slot."""
+    files = [f.stat().st_ino for folder in place.iterdir() for f in folder.iterdir() if not f.is_symlink()]
+    return len(set(files))
 
 
 def read(path: Path, step: int) -> bool:
@@ -78,15 +116,150 @@ def test_a_pinned_version_is_on_the_disk_and_so_is_every_one_once_the_publisher_
     assert [read(path, step) for step in (0, 2, 3)] == [True] * 3
 
 
-def test_without_room_versions_are_written_to_the_disk_and_that_is_said_once(
+def test_memory_is_the_default_where_it_has_room_for_all_slots_and_else_the_disk_which_is_said_once(
     path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(in_memory, "_SPARE_BYTES", 1 << 60)
-    directory = WeightDirectory(path, settings=SETTINGS)
-    publish(directory, 0, 1)
-    assert list(place.iterdir()) == []
-    assert read(path, 1)
+    caplog.set_level("INFO", "tba.weights")
+    size = FileLayout.of(weights_of(0)).size
+    monkeypatch.setattr(in_memory, "_SPARE_BYTES", 0)
+    for room, versions_in_memory in ((4 * size, ["0.0.safetensors", "0.1.safetensors"]), (4 * size - 1, [])):
+        monkeypatch.setattr(in_memory, "free_host_bytes", lambda room=room: room)
+        directory = WeightDirectory(path, settings=PublishSettings())
+        publish(directory, 0, 1)
+        assert held(place) == versions_in_memory
+        assert read(path, 1)
+        directory.close()
+        shutil.rmtree(path)
     assert [r.getMessage().startswith("weights are written to the disk") for r in caplog.records] == [True]
+
+
+def test_memory_that_is_asked_for_and_has_no_room_is_refused_in_a_sentence_and_off_is_the_disk(
+    path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(WeightDirectory(path, settings=PublishSettings(in_memory=False)), 0)
+    assert list(place.iterdir()) == []
+    monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 0)
+    with pytest.raises(UserError, match=r"--publish.in-memory: .* 0.00 GB free, .* need .* GB; give a container more"):
+        publish(WeightDirectory(path, settings=SETTINGS), 1)
+
+
+def test_versions_take_turns_in_the_same_files(path: Path, place: Path) -> None:
+    reader, publisher = WeightDirectory(path), WeightDirectory(path, settings=SETTINGS)
+    for step in range(12):
+        publish(publisher, step)
+        assert torch.equal(reader.newer_than(None).read()["a"], weights_of(step)["a"])
+        assert slot_count(place) == min(step + 1, 3)
+    assert len(reader._mappings._mappings) == 3  # of which each was mapped once
+
+
+def test_a_file_that_somebody_reads_is_not_written_until_the_last_tensor_of_it_is_gone(path: Path, place: Path) -> None:
+    publisher = WeightDirectory(path, settings=SETTINGS)
+    publish(publisher, 0)
+    opened = WeightDirectory(path).newer_than(None)
+    publish(publisher, 1, 2, 3, 4)
+    bias = opened.read()["b"]
+    del opened
+    publish(publisher, 5, 6, 7, 8)
+    assert torch.equal(bias, weights_of(0)["b"])
+    assert slot_count(place) == 4
+    del bias
+    publish(publisher, 9, 10, 11, 12)
+    assert slot_count(place) == 4  # and the fourth is used again
+    publisher.close()
+
+
+def test_readers_in_other_processes_find_each_version_whole_while_files_are_written_again(path: Path) -> None:
+    publisher = WeightDirectory(path, settings=SETTINGS)
+    tensors = {"a": torch.empty(1 << 16), "b": torch.empty(1 << 16)}
+    publisher.publish({name: t.fill_(0.0) for name, t in tensors.items()}, Version(0, 0), Manifest())
+    with subprocess.Popen([sys.executable, "-c", READER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        step = 0
+        while process.poll() is None:
+            step += 1
+            publisher.publish({name: t.fill_(step) for name, t in tensors.items()}, Version(0, step), Manifest())
+        assert process.stdout.read() == "whole\n"
+    publisher.close()
+
+
+def test_a_version_that_is_written_over_between_being_opened_and_being_locked_is_left_for_the_newest(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, lock = WeightDirectory(path, settings=SETTINGS), slots.fcntl.flock
+    publish(publisher, 0)
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(slots.fcntl, "flock", lock)
+        publish(publisher, 1, 2, 3, 4)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(slots.fcntl, "flock", lock_late)
+    published = WeightDirectory(path).newer_than(None)
+    assert published.version == Version(0, 4)
+    assert torch.equal(published.read()["a"], weights_of(4)["a"])
+
+
+def test_a_file_whose_reader_was_killed_is_used_again(path: Path, place: Path) -> None:
+    publisher = WeightDirectory(path, settings=SETTINGS)
+    publish(publisher, 0)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        publish(publisher, 1, 2, 3, 4)
+        assert slot_count(place) == 4
+        process.kill()
+        process.wait(60)
+        publish(publisher, 5, 6, 7, 8)
+    assert slot_count(place) == 4
+
+
+def test_what_opens_a_version_without_a_lock_gets_a_file_that_is_refused(tmp_path: Path, path: Path) -> None:
+    publish(WeightDirectory(path, settings=SETTINGS), 1)
+    copy = shutil.copytree(path, tmp_path / "copy")  # which follows the link
+    with pytest.raises(UserError, match="damaged"):
+        WeightDirectory(copy).newer_than(None)
+
+
+def test_what_copies_from_a_gpu_copies_into_the_file_and_both_sides_register_its_memory_once(path: Path) -> None:
+    registered: dict[str, list[tuple[int, int, bool]]] = {"publisher": [], "reader": []}
+    undone: list[int] = []
+
+    def register(side: str, address: int, size: int, is_read_only: bool) -> Callable[[], None]:
+        registered[side].append((address, size, is_read_only))
+        return lambda: undone.append(address)
+
+    lane = open_lane()
+    directory = WeightDirectory(path, settings=SETTINGS, register=partial(register, "publisher"))
+    publisher = BackgroundPublisher(directory, 60.0, HostCopies(lane))
+    reader = WeightDirectory(path, register=partial(register, "reader"))
+    for step in range(8):
+        publish(publisher, step)
+        publisher.settle()
+        there = reader.at(Version(0, step)).read()
+        assert all(torch.equal(there[name], tensor) for name, tensor in weights_of(step).items())
+        del there
+    assert lane.rooms == []  # no memory but the files'
+    assert {side: len(set(calls)) for side, calls in registered.items()} == {"publisher": 3, "reader": 3}
+    assert [is_read_only for calls in registered.values() for *_, is_read_only in calls] == [False] * 3 + [True] * 3
+    publisher.close()
+    assert set(undone) == {address for address, *_ in registered["publisher"]}
+    del reader
+    assert set(undone) == {address for calls in registered.values() for address, *_ in calls}
+
+
+def test_memory_that_is_emptied_while_a_version_is_written_costs_only_its_place(path: Path, place: Path) -> None:
+    def emptying() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", weights_of(1)["a"]
+        shutil.rmtree(place)
+        place.mkdir()
+        yield "b", weights_of(1)["b"]
+
+    publisher = WeightDirectory(path, settings=SETTINGS)
+    publisher.publish(TensorStream(weights_of(1), emptying), Version(0, 1), Manifest())
+    assert read(path, 1)
+    assert not (path / "0.1.safetensors").is_symlink()
+    publish(publisher, 2)
+    assert held(place) == ["0.2.safetensors"]
 
 
 def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begins_without_it(
@@ -99,14 +272,17 @@ def test_what_a_restart_of_the_machine_takes_is_said_and_the_next_publisher_begi
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
-        WeightDirectory(path).newer_than(None)
+    reader = WeightDirectory(path)
+    assert reader.newer_than(None) is None
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): a run in progress"):
+        reader.at(Version(0, 1))
     again = WeightDirectory(path, settings=SETTINGS)
     again.clean()
     assert again.versions() == [Version(0, 0)]
     publish(again, 5)
     assert read(path, 0)
     assert read(path, 5)
+    assert torch.equal(reader.newer_than(None).read()["a"], weights_of(5)["a"])
 
 
 def test_memory_that_a_killed_publisher_left_is_freed_by_the_next_one_and_another_runs_is_not(
@@ -175,10 +351,25 @@ def test_a_publisher_whose_memory_was_emptied_makes_room_anew(path: Path, place:
     publish(directory, 1)
     shutil.rmtree(place)
     place.mkdir()
-    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): continue the run"):
+    with pytest.raises(UserError, match=r"memory, and is gone from there \(.*\): a run in progress"):
         directory.pin(Version(0, 1), "evaluation")
     publish(directory, 2)
     assert read(path, 2)
+
+
+def test_a_version_is_on_the_disk_before_it_says_that_it_is_pinned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, is_link_when_pinned = WeightDirectory(path, settings=SETTINGS), []
+    publish(directory, 1)
+    write = directory._write_file
+
+    def note(version: Version, suffix: str, value: object) -> None:
+        is_link_when_pinned.append((path / "0.1.safetensors").is_symlink())
+        write(version, suffix, value)
+
+    monkeypatch.setattr(directory, "_write_file", note)
+    directory.pin(Version(0, 1), "reference")
+    assert is_link_when_pinned == [False]
+    assert read(path, 1)
 
 
 def test_a_publisher_whose_memory_was_emptied_ends_and_says_what_is_gone(

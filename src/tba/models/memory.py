@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from tba.engines.step import captured_sizes
 from tba.engines.transformers import PREFILL_TOKENS
 from tba.gpus import free_gpu_bytes
+from tba.host_memory import free_host_bytes
 from tba.models.precision import Precision
 from tba.policy.causal import KEPT_BYTES, chunk_of
 from tba.pretrained import most_positions
@@ -335,16 +334,7 @@ def free_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return free_gpu_bytes(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    machine_bytes = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-    group_bytes = None
-    with suppress(OSError, ValueError):  # no control group, or one without a limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        group_bytes = max(0, limit - used)
-    return min((size for size in (machine_bytes, group_bytes) if size is not None), default=None)
+    return free_host_bytes()
 
 
 def total(parts: Mapping[str, int]) -> int:

@@ -194,8 +194,8 @@ def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
     """Returns the reference that the newest published weights name, or the one that the run begins with."""
     reference = reference_of(recipe, recipe.model)
     weights = WeightDirectory(run.weights)
-    newest = weights.newer_than(None)
-    version = None if newest is None else newest.manifest.reference
+    newest = weights.newest()
+    version = None if newest is None else weights.at(newest).manifest.reference
     if version is not None and version != reference.version:
         reference.load(weights.at(version).read(), version)
     return reference

@@ -41,7 +41,11 @@ class BackgroundPublisher:
         """Start to publish `weights` once the version before is written; `hold` them before they change."""
         self.settle()
         is_stream = isinstance(weights, TensorStream)
-        leaving_weights = weights if is_stream else self._copies.begin_copy(weights, self._directory.dtype)
+        leaving_weights = (
+            weights
+            if is_stream
+            else self._copies.begin_copy(weights, self._directory.dtype, lambda: self._directory.reserve(weights))
+        )
         self._hold_weights = leaving_weights.hold if isinstance(leaving_weights, TensorStream) else lambda: False
         self._run_later(lambda: self._directory.publish(leaving_weights, version, manifest))
 

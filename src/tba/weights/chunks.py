@@ -39,14 +39,20 @@ _DTYPES = {  # as safetensors and as torch name them
 
 
 def map_tensors_file(path: Path) -> tuple[str, FlatBytes]:
-    """Returns the header of a safetensors file (JSON) and all that follows it, memory-mapped: it outlives the file's
-    name.
+    """Returns the header of a safetensors file (JSON) and the bytes of its tensors, memory-mapped: they outlive the
+    file's name.
 
     Raises `FileNotFoundError` when there is no such file.
     """
-    content = map_file(path)
+    return split_header(map_file(path))
+
+
+def split_header(content: FlatBytes) -> tuple[str, FlatBytes]:
+    """Returns the header of a safetensors file (JSON), and the bytes of its tensors, without what lies behind them."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    return content[8:start].tobytes().decode(), content[start:]
+    header = content[8:start].tobytes().decode()
+    end_offsets = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    return header, content[start : start + max(end_offsets, default=0)]
 
 
 def map_file(path: Path) -> FlatBytes:

@@ -6,8 +6,8 @@ manifest.
 Invariant: a version is published while its manifest is there, which is renamed into place after the tensors and is
 deleted before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at all.
 One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept. What
-`newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version may lie
-in the machine's memory (`in_memory`) until it is pinned, or the publisher ends.
+`newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version lies in
+the machine's memory (`in_memory`), where that has room, until it is pinned or the publisher ends.
 
 With `full_version_every` above 1 the versions between two whole ones hold only their changes since the earlier of them
 (`deltas`), their base: it is kept as long as any of them, and readers always get whole tensors.
@@ -27,15 +27,19 @@ from typing import Any
 import safetensors
 import torch
 
+from tba.device_to_host import register_with_gpu
 from tba.errors import UserError
 from tba.fields import as_declared
 from tba.json_input import json_fields_of, parse_json
 from tba.protocols import Manifest, PublishedWeights
-from tba.streaming import TensorStream, bytes_of, changes_since, shapes_of, write_tensors
+from tba.streaming import FileLayout, TensorStream, changes_since, shapes_of, write_tensors
 from tba.types import Version
 from tba.weights.atomic_dir import sync
+from tba.weights.chunks import FlatBytes, map_tensors_file, split_header
+from tba.weights.chunks import tensors as tensors_of
 from tba.weights.deltas import Restored, write_changes
-from tba.weights.in_memory import InMemory, bring_to_disk, is_lost, remove
+from tba.weights.in_memory import InMemory, bring_to_disk, is_lost, memory_target, remove
+from tba.weights.slots import ReadLock, Register, SlotMappings
 
 log = logging.getLogger("tba.weights")
 TENSORS = ".safetensors"
@@ -50,7 +54,9 @@ class PublishSettings:
     """Sets how weights are written for searchers. It does not affect checkpoints."""
 
     full_version_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
-    in_memory: bool = False  # a version lies in /dev/shm where it has room, on the disk once it is pinned or at the end
+    in_memory: bool | None = (
+        None  # versions lie in /dev/shm until they are pinned or the run ends; None: where it has room
+    )
 
     def __post_init__(self) -> None:
         if self.full_version_every < 1:
@@ -85,20 +91,28 @@ class WeightDirectory:
     """
 
     def __init__(
-        self, path: Path, keep: int = 2, settings: PublishSettings | None = None, dtype: torch.dtype | None = None
+        self,
+        path: Path,
+        keep: int = 2,
+        settings: PublishSettings | None = None,
+        dtype: torch.dtype | None = None,
+        register: Register = register_with_gpu,
     ) -> None:
         if keep < 1:
             raise UserError(f"{keep} versions of the weights are to be kept, but searchers need the newest; give 1")
         self.path = path
         self.keep = keep
-        self._settings = settings or PublishSettings()
+        self._settings = settings or PublishSettings(in_memory=False)
         self.dtype = dtype
         self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
         self._base_uses = 0
         # only the publisher may delete leftovers: a reader cannot tell them from files being written
         self._is_clean = False
         path.mkdir(parents=True, exist_ok=True)
-        self._memory = InMemory(path) if self._settings.in_memory else None
+        in_memory = self._settings.in_memory if self._settings.full_version_every == 1 else False
+        self._memory = InMemory(path, in_memory, register)
+        self._mappings = SlotMappings(register)
+        self._lost_versions: set[Version] = set()  # that were reported
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Manifest) -> None:
         """Write `weights` (any dtype, one after the other) and `manifest` as `version`, then prune.
@@ -122,9 +136,8 @@ class WeightDirectory:
     def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor], is_full: bool) -> Version | None:
         """Write all tensors, or their changes; returns the base of the changes, None for all tensors."""
         if is_full or self._base is None or self._base_uses >= self._settings.full_version_every:
-            if self._memory is not None:
-                self._memory.link(temporary, bytes_of(weights, self.dtype))
-            write_tensors(temporary, weights, self.dtype)
+            if not self._memory.write(temporary, weights, FileLayout.of(weights, self.dtype)):
+                write_tensors(temporary, weights, self.dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
@@ -138,6 +151,12 @@ class WeightDirectory:
             write_changes(temporary, shapes_of(weights), changes, self.dtype)
         return self._base
 
+    def reserve(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+        """Returns the places in memory where tensors like `weights` lie once they are published next, for those who
+        can put them there themselves; None where they are written to the disk.
+        """
+        return self._memory.reserve(FileLayout.of(weights, self.dtype))
+
     @property
     def busy(self) -> bool:
         """Returns False: nothing is being written after `publish` has returned."""
@@ -150,17 +169,14 @@ class WeightDirectory:
 
     def close(self) -> None:
         """Move the versions that this publisher has in memory to the disk."""
-        if self._memory is not None:
-            for version in self.versions():
-                if is_lost(self.file(version)):
-                    log.warning("%s", self._lost_error(version))
-                else:
-                    bring_to_disk(self.file(version))
-            self._memory.close()
+        for version in self.versions():
+            if not self.is_lost(version) and memory_target(self.file(version)) is not None:
+                bring_to_disk(self.file(version))
+        self._memory.close()
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest version if it is newer than `version` (None: any), else None. Costs one listing; never
-        waits.
+        waits. One that is gone from the machine's memory is logged and left out: its publisher makes a newer one.
 
         Raises `UserError` when its files are damaged.
         """
@@ -172,11 +188,24 @@ class WeightDirectory:
             published = self.find(newest)
             if published is not None:
                 return published
+            if self.is_lost(newest):
+                return None
+
+    def is_lost(self, version: Version) -> bool:
+        """Returns whether a version is gone from the machine's memory, and logs it the first time."""
+        if not is_lost(self.file(version)):
+            return False
+        if version not in self._lost_versions:
+            log.warning("%s", self._lost_error(version))
+            self._lost_versions.add(version)
+        return True
 
     def at(self, version: Version) -> PublishedWeights:
         """Returns the weights of exactly that version. Raises `UserError` when they are not there, or damaged."""
         published = self.find(version)
         if published is None:
+            if is_lost(self.file(version)):
+                raise self._lost_error(version)
             versions = ", ".join(map(str, self.versions())) or "none"
             raise UserError(f"{self.path} has no version {version} of the weights, but {versions}; give one of these")
         return published
@@ -193,15 +222,19 @@ class WeightDirectory:
 
         Raises `UserError` when its files are damaged.
         """
-        manifest_path = self._path_of(version, MANIFEST)
+        manifest_path, tensors_path = self._path_of(version, MANIFEST), self.file(version)
+        target = memory_target(tensors_path)
         try:
             facts: _VersionFacts = parse_json(manifest_path.read_bytes(), _VersionFacts)
-            tensors = safetensors.safe_open(self.file(version), framework="pt")
+            if target is not None:
+                lock = ReadLock(target)
+                return PublishedWeights(version, facts.notes, lambda: self._read_slot(lock))
+            tensors = safetensors.safe_open(tensors_path, framework="pt")
             base = None if facts.base is None else safetensors.safe_open(self.file(facts.base), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
-            if is_lost(self.file(version)):
-                raise self._lost_error(version) from error
-            if manifest_path.exists():
+            if target is not None and memory_target(tensors_path) is None and tensors_path.exists():
+                return self.find(version)  # it was brought to the disk meanwhile
+            if manifest_path.exists() and not is_lost(tensors_path):
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
 
@@ -213,11 +246,25 @@ class WeightDirectory:
 
         return PublishedWeights(version, facts.notes, load)
 
+    def map(self, version: Version) -> tuple[str, FlatBytes]:
+        """Returns the header of a version's tensors (JSON) and their bytes, mapped: they outlive their version.
+
+        Raises `OSError` when it is not (or no longer) there.
+        """
+        target = memory_target(self.file(version))
+        if target is None:
+            return map_tensors_file(self.file(version))
+        return split_header(self._mappings.map(ReadLock(target)))
+
+    def _read_slot(self, lock: ReadLock) -> Mapping[str, torch.Tensor]:
+        header, content = split_header(self._mappings.map(lock))
+        return tensors_of(header, [content])
+
     def _lost_error(self, version: Version) -> UserError:
         return UserError(
             f"version {version} in {self.path} was in the machine's memory, and is gone from there (a restart of the "
-            "machine empties it, and so may other programs): continue the run (tba resume), which publishes anew from "
-            "its checkpoint"
+            "machine empties it, and so may other programs; another container has its own): a run in progress "
+            "publishes a newer one, and one that has ended does so once it is continued (tba resume)"
         )
 
     def base(self, version: Version) -> Version | None:
@@ -246,13 +293,13 @@ class WeightDirectory:
         """
         if not self._path_of(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
-        self._write_file(version, PINS, [*self.pins(version), reason])
         base = self.base(version)
         for needed_version in (version,) if base is None else (version, base):
             if is_lost(self.file(needed_version)):
                 raise self._lost_error(needed_version)
             bring_to_disk(self.file(needed_version))
             sync(self._path_of(needed_version, MANIFEST))
+        self._write_file(version, PINS, [*self.pins(version), reason])  # last: what is pinned may be copied (backups)
         sync(self._path_of(version, PINS))
         sync(self.path)
 
@@ -313,8 +360,8 @@ class WeightDirectory:
                     remove(self._path_of(version, suffix))
 
     def clean(self) -> None:
-        """Delete the leftovers of a crash (temporary files, tensors without a manifest), and unusable versions: the
-        trainer publishes anew.
+        """Delete the leftovers of a crash (temporary files, tensors without a manifest, what it left in memory), and
+        unusable versions: the trainer publishes anew.
         """
         for version in self.versions():
             try:
@@ -333,3 +380,4 @@ class WeightDirectory:
         for suffix in (TENSORS, MANIFEST, PINS):
             for temporary in self.path.glob(f".*{suffix}"):
                 remove(temporary)
+        self._memory.remove_leftovers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -201,6 +202,26 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
         weights.at(Version(0, 2))
     exchange.close()
+
+
+def test_weights_that_are_gone_from_memory_are_waited_for_and_the_next_ones_are_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.weights.in_memory.MEMORY_ROOT", tmp_path)
+    recipe, run = made(tmp_path / "run")
+    directory = WeightDirectory(run.weights, settings=PublishSettings(in_memory=True))
+    shape = TASK.reference_logits_QNV.shape
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    directory.publish({WEIGHT: torch.full(shape, 1.0)}, Version(0, 1), Manifest())
+    for folder in tmp_path.glob("tba-published-*"):
+        shutil.rmtree(folder)
+    assert exchange.newest(None) is None
+    directory.publish({WEIGHT: torch.full(shape, 2.0)}, Version(0, 2), Manifest())
+    newest = RemoteWeights(Direct(exchange)).newer_than(None)
+    assert newest is not None
+    assert float(newest.read()[WEIGHT].mean()) == 2.0
+    exchange.close()
+    directory.close()
 
 
 def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tba.replay.journal import JournalWriter
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_connections import RunRecords
 from tba.types import Json, Version
-from tba.weights.chunks import FlatBytes, cut_pieces, map_file, map_tensors_file
+from tba.weights.chunks import FlatBytes, cut_pieces, map_file
 from tba.weights.directory import WeightDirectory
 
 
@@ -123,7 +123,7 @@ class Exchange:
     def newest(self, version: Version | None) -> Offer | Version | None:
         """Returns the newest version, or only its name where the searcher has that `version` already.
 
-        None before the first.
+        None before the first, and where it is gone from the machine's memory: the trainer publishes a newer one.
         """
         while True:  # terminates: where a version was pruned, a newer one exists
             newest = self._weights.newest()
@@ -132,6 +132,8 @@ class Exchange:
             offer = self.at(newest)
             if offer is not None:
                 return offer
+            if self._weights.is_lost(newest):
+                return None
 
     def at(self, version: Version) -> Offer | None:
         """Returns exactly that version, or None when it is not (or no longer) there."""
@@ -140,9 +142,9 @@ class Exchange:
             if published is None:
                 return None
             try:
-                header, contents = map_tensors_file(self._weights.file(version))
+                header, contents = self._weights.map(version)
                 base_version = self._weights.base(version)
-            except FileNotFoundError:  # pruned in the meantime
+            except OSError:  # pruned in the meantime
                 return None
             base = None
             if base_version is not None:
