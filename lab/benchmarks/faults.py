@@ -544,7 +544,8 @@ def fail_disk(files: str, at_the_end: bool = False) -> Callable[[Run], None]:
         source = Path(__file__).with_name("eio.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
         run.environment |= {"LD_PRELOAD": str(library), "EIO_FILES": files, "EIO_WHEN": str(trigger)}
-        run.begin("--evaluation.every", str(STEPS_PER_CHECKPOINT), "--evaluation.problems-during", "20")
+        evaluation = ("--evaluation.every", str(STEPS_PER_CHECKPOINT), "--evaluation.problems-during", "20")
+        run.begin(*evaluation, "--publish.no-in-memory")
         run.wait_for_step(least=1, most=run.steps - 15 if at_the_end else run.steps // 2)
         run.acknowledged = rows_of(run.path / "journal.sqlite")
         trigger.touch()
