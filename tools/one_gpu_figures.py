@@ -42,21 +42,29 @@ of what the slower half reaches alone.
 ALTERNATIVES = """\
 - *Processes* is the default. The card belongs to one process at a time. A half that waits for its launches wastes its
   share of the time.
-- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. Start it before `tba train`,
-  and end it afterwards:
-
-        nvidia-cuda-mps-control -d
-        echo quit | nvidia-cuda-mps-control
-
-  Not every container permits it. A process that dies of a CUDA error under MPS may end the other half, too. Each is
-  restarted like any worker.
+- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. `--run.mps` (with
+  `--model.device cuda`) starts a daemon of MPS for the run and ends it afterwards ([how](#mps)).
 - *Pinned cores* gives each half half of the cores to itself.
 - *Threads, a stream each* is one process. The card does not switch between processes, but each half's Python waits for
   the other's.
 - *Turns* is one process that makes an update, then generates as many tokens as the next update needs. An arrangement
   that overlaps the halves has to be faster than this.
 
-No alternative is a setting until a card shows that it is better than the default.
+MPS is off, and no other alternative is a setting, until a card shows that it is better than the default.
+
+### MPS
+
+With `--run.mps` both halves on one card are clients of a daemon that the run starts. The trainer's kernels go first.
+
+- *Before the workers start*, a process computes something under MPS. If there is no daemon, if it does not start in
+  20 s, or if the card does not permit it (by its compute mode, a divided card, a container), the run goes on without
+  MPS. The status and `faults.jsonl` (`without_mps`) say why.
+- *A worker that dies*, or that has a CUDA error, starts again without MPS, because the death of a client can harm the
+  others.
+- *Nothing stays.* The daemon ends with the run. If the run's driver was killed, the next run on a GPU ends its daemon.
+- *Logs* of the daemon are in `logs/mps` of the run.
+
+Tests run a stand-in for the daemon on CPUs. NVIDIA's daemon was never started by this program.
 """
 NEVER, PENDING = "not measured", "not measured yet"
 

@@ -214,25 +214,6 @@ def test_equal_weights_that_differ_by_a_constant_in_one_of_two_tokens(one_gpu: A
     assert figures["effective_sample_size"] == pytest.approx(math.cosh(0.1) ** 2 / math.cosh(0.2))
 
 
-def test_a_server_of_mps_is_told_to_quit_when_what_it_served_has_failed(
-    one_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import one_gpu_sharing
-
-    log = tmp_path / "told"
-    control = tmp_path / one_gpu_sharing.MPS  # the real one needs a GPU: this writes down what it is told
-    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $@" >> {log}\n[ "$1" = -d ] || cat >> {log}\n')
-    control.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def served(environment: Any) -> dict[str, float]:
-        raise RuntimeError(environment["CUDA_MPS_PIPE_DIRECTORY"])
-
-    with pytest.raises(RuntimeError, match="mps-pipe"):
-        one_gpu_sharing.run_under_mps(served, tmp_path)
-    assert log.read_text().splitlines() == [f"{tmp_path}/mps-pipe -d", f"{tmp_path}/mps-pipe ", "quit"]
-
-
 def test_two_halves_that_take_turns_keep_as_much_as_their_times_leave(one_gpu: Any, tmp_path: Path) -> None:
     """A step of 1 and an answer of 3 seconds of a clock that passes by them alone."""
     import one_gpu_halves
