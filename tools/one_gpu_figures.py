@@ -116,6 +116,7 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ),
     ("engine", "time to load the engine and run its self-test, s", "start_seconds", "", number),
     ("engine-256", "256 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "25,000", number),
+    ("engine-144", "144 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "", number),
     ("trainer", "60 answers of 200 tokens to 3 prompts: a step, s", "seconds_a_step", "", number),
     ("trainer", "tokens/s", "tokens_per_second", "", number),
     ("trainer", "speed as a share of a matrix product's", "share_of_product_rate", "35 %", percent),
@@ -123,6 +124,8 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("trainer", "launches in a step", "launches_a_step", "3,000", number),
     ("trainer", "peak memory", "peak_bytes", "", gigabytes),
     ("trainer", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("trainer", "memory that the allocator holds", "reserved_bytes", "", gigabytes),
+    ("fixed segments", "the same with segments that do not grow", "reserved_bytes", "", gigabytes),
     ("trainer", "time to publish 1 GB alone, s", "publication_seconds", "", number),
     ("trainer", "time of a step during a publication, relative to a step alone", "beside_over_alone", "1.1", number),
     (

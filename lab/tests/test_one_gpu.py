@@ -76,7 +76,9 @@ def test_what_is_asked_of_a_card_comes_first_and_in_order(one_gpu: Any) -> None:
         "tests",
         "engine",
         "engine-256",
+        "engine-144",
         "trainer",
+        "fixed segments",
         "sharing",
         "arrangements",
         "1.5 B",
@@ -88,7 +90,7 @@ def test_what_is_asked_of_a_card_comes_first_and_in_order(one_gpu: Any) -> None:
 
 
 def test_a_flow_loads_versions_while_it_generates(parts: dict[str, Any]) -> None:
-    for name in ("engine", "engine-256"):
+    for name in ("engine", "engine-256", "engine-144"):
         assert parts[name]["flow_with_loads_tokens_per_second"] > 0
         assert parts[name]["loads"] >= 0
 
