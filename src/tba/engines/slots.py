@@ -178,8 +178,8 @@ class PackedPrompts:
             lengths = [length for _, count, length in self.blocks for _ in range(count)]
             self._spans[kind.window] = Sequences.of(lengths, lengths, query.device, causal=True, window=kind.window)
         scale = 1 / math.sqrt(query.shape[-1]) if kind.scale is None else kind.scale
-        rows = (x[0].transpose(0, 1) for x in (query, key, value))
-        out_NHD, _ = Attention(scale).forward(*rows, self._spans[kind.window])
+        query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_NHD, _ = Attention(scale).forward(query_NHD, key_NHD, value_NHD, self._spans[kind.window])
         return out_NHD.transpose(0, 1)[None]
 
     @staticmethod
