@@ -161,8 +161,9 @@ def _slot_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     not fit. More than the default are taken only where each half has its slack, and no checkpointing is needed.
     """
     model = recipe.model
-    is_open = isinstance(model, HasGeneration) and model.generation.slots is None and not may_use_vllm(recipe)
-    if not is_open or not all(hardware.gpus) or not needs(recipe):
+    if not isinstance(model, HasGeneration) or model.generation.slots is not None or may_use_vllm(recipe):
+        return []
+    if not all(hardware.gpus) or not needs(recipe):
         return []
     default_slots = model.generation.slot_count
     batch_slots = math.ceil(recipe.groups_per_step * recipe.group_size / _SLOT_STEP) * _SLOT_STEP
