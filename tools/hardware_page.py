@@ -67,18 +67,20 @@ measurements. `python tools/hardware_page.py` makes this page, and a test keeps 
 
 ## What fits on one GPU
 
-Trainer and searcher share the GPU. The trainer gets what it needs and {slack:.0%} more, at least 2 GiB more. The
-searcher, with engine and reference, gets the rest of {usable:.0%} of the memory. CUDA and the driver have the other
-{rest:.0%}.
+Trainer and searcher share the GPU. The searcher, with engine and reference, gets what it needs and {slack:.0%} more, at
+least 2 GiB more. The trainer gets the rest of {usable:.0%} of the memory. Where vLLM may sample it is the other way
+round, because vLLM makes a larger cache of the rest. CUDA and the driver have the other {rest:.0%}.
 
 The table is for `tba train gsm8k`, with prompts and answers of up to 512 tokens each, Qwen2.5's shapes, bfloat16 and
 the transformers engine. A cell has three figures: the largest `--max-tokens-per-pass` that fits, and the GB of trainer
 and of searcher. *Checkpointing* is `--model.gradient-checkpointing`, and is used if {plain} tokens do not fit without.
-A searcher generates {slots} answers at a time (slots), unless the cell has another number.
+A searcher generates {slots} answers at a time (slots), unless the cell has another number. Recipes that leave the slots
+open get more where a card has room ([how](scaling.md#what-is-sized-and-how)).
 """
 TAIL = """\
 *No* means that even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {least}` does
-not fit. Torch's allocator keeps freed blocks. It keeps fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+not fit. Torch's allocator keeps freed blocks. In the processes of a run its segments grow, so that it keeps fewer
+([how](scaling.md#the-allocator)).
 
 - *LoRA* is `--model.lora.rank {rank}`. It trains {share} of a 7 B model's parameters. Trainer and searcher each hold
   the base in bfloat16.

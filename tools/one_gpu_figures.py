@@ -42,21 +42,29 @@ of what the slower half reaches alone.
 ALTERNATIVES = """\
 - *Processes* is the default. The card belongs to one process at a time. A half that waits for its launches wastes its
   share of the time.
-- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. Start it before `tba train`,
-  and end it afterwards:
-
-        nvidia-cuda-mps-control -d
-        echo quit | nvidia-cuda-mps-control
-
-  Not every container permits it. A process that dies of a CUDA error under MPS may end the other half, too. Each is
-  restarted like any worker.
+- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. `--run.mps` (with
+  `--model.device cuda`) starts a daemon of MPS for the run and ends it afterwards ([how](#mps)).
 - *Pinned cores* gives each half half of the cores to itself.
 - *Threads, a stream each* is one process. The card does not switch between processes, but each half's Python waits for
   the other's.
 - *Turns* is one process that makes an update, then generates as many tokens as the next update needs. An arrangement
   that overlaps the halves has to be faster than this.
 
-No alternative is a setting until a card shows that it is better than the default.
+MPS is off, and no other alternative is a setting, until a card shows that it is better than the default.
+
+### MPS
+
+With `--run.mps` both halves on one card are clients of a daemon that the run starts. The trainer's kernels go first.
+
+- *Before the workers start*, a process computes something under MPS. If there is no daemon, if it does not start in
+  20 s, or if the card does not permit it (by its compute mode, a divided card, a container), the run goes on without
+  MPS. The status and `faults.jsonl` (`without_mps`) say why.
+- *A worker that dies*, or that has a CUDA error, starts again without MPS, because the death of a client can harm the
+  others.
+- *Nothing stays.* The daemon ends with the run. If the run's driver was killed, the next run on a GPU ends its daemon.
+- *Logs* of the daemon are in `logs/mps` of the run.
+
+Tests run a stand-in for the daemon on CPUs. NVIDIA's daemon was never started by this program.
 """
 NEVER, PENDING = "not measured", "not measured yet"
 
@@ -108,6 +116,7 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ),
     ("engine", "time to load the engine and run its self-test, s", "start_seconds", "", number),
     ("engine-256", "256 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "25,000", number),
+    ("engine-144", "144 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "", number),
     ("trainer", "60 answers of 200 tokens to 3 prompts: a step, s", "seconds_a_step", "", number),
     ("trainer", "tokens/s", "tokens_per_second", "", number),
     ("trainer", "speed as a share of a matrix product's", "share_of_product_rate", "35 %", percent),
@@ -115,6 +124,8 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("trainer", "launches in a step", "launches_a_step", "3,000", number),
     ("trainer", "peak memory", "peak_bytes", "", gigabytes),
     ("trainer", "peak memory as computed", "computed_bytes", "", gigabytes),
+    ("trainer", "memory that the allocator holds", "reserved_bytes", "", gigabytes),
+    ("fixed segments", "the same with segments that do not grow", "reserved_bytes", "", gigabytes),
     ("trainer", "time to publish 1 GB alone, s", "publication_seconds", "", number),
     ("trainer", "time of a step during a publication, relative to a step alone", "beside_over_alone", "1.1", number),
     (

@@ -82,7 +82,7 @@ class Lengths:
     def of(cls, recipe: Recipe, median: int, sigma: float) -> Lengths:
         assert isinstance(recipe.model, HuggingFace)
         engine = recipe.model.generation
-        sizes = (engine.max_completion_tokens, engine.slots, recipe.samples_per_prompt, recipe.prompts_per_round)
+        sizes = (engine.max_completion_tokens, engine.slot_count, recipe.samples_per_prompt, recipe.prompts_per_round)
         return cls(recipe.name, median, sigma, *sizes, recipe.exploration)
 
     def quantiles(self) -> torch.Tensor:

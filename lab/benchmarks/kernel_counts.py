@@ -353,6 +353,18 @@ def token_step(flash: bool, rows: int = 72, length: int = 360) -> tuple[Callable
     return forward, lambda: of_rows.extend(logits_RV, Sampling(0.7))
 
 
+def prefill(lengths: Sequence[int]) -> Callable[[], object]:
+    """The reading of prompts of these lengths by Qwen2.5-0.5B's shape."""
+    model = qwen()
+    norms.fuse_norms(model)
+
+    def read() -> None:
+        with torch.no_grad(), slot_attention(model):
+            PackedPrompts([torch.arange(length) for length in lengths], META).run(model)
+
+    return read
+
+
 def main() -> None:
     print_step()
     model, pack = qwen(), pack_of(*gsm8k_like())
@@ -362,6 +374,7 @@ def main() -> None:
         "head, 8,192 tokens, 7B": head_alone(),
         "attention of a layer, 8,192 tokens, 7B": attention_alone(8192),
         "attention of a layer, 32,768 tokens, 7B": attention_alone(32_768),
+        "reading 16 prompts of 60 to 135 tokens, 0.5B": prefill(range(60, 140, 5)),
         "the model of a token step, 72 rows, 0.5B": token_step(flash=True)[0],
         "the same without the flash kernel": token_step(flash=False)[0],
         "the draw of a token step, 72 rows, 0.5B": token_step(flash=True)[1],

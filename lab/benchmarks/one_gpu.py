@@ -12,7 +12,8 @@ beside it has what they said.
 
 - *environment*: microseconds to launch a kernel, and a kernel's share of a captured graph; GB/s from and to pinned and
   pageable memory; the rate of a large product of matrices.
-- *engine*, *engine-256*: the transformers engine with 72 and with 256 slots. A token step of all slots, but the first:
+- *engine*, *engine-256*, *engine-144*: the transformers engine with 72, 256 and 144 slots, which a batch of 140 answers
+  gives where they are left open. A token step of all slots, but the first:
   milliseconds, launches, kernels and their milliseconds (the difference of two runs that end a few tokens apart,
   so that prompts do not count). A round of answers of geometric lengths, cold and the same again; the same as flow.
   The flow again while a version comes every 0.4 s, read in a thread and loaded as a searcher does. Peak memory, and
@@ -23,6 +24,7 @@ beside it has what they said.
   rate, and of 989e12 a second, nanochat's unit; peak memory and the formula's, which is the least that is needed: a
   card keeps more where memory is free. A publication alone, a step beside one, steps with a version due at each and at
   every second, and how long after an update its weights are in an engine of the same process.
+- *fixed segments*: the same step with an allocator whose segments do not grow, as they do in a run.
 - *log-ratio*: of engine, reference and trainer at version 0: mean squares for each token and each answer, and the
   effective sample size.
 - *both*: a short run of that model by `tba train`.
@@ -234,8 +236,14 @@ def sample_round(half: SearcherHalf, prompts: list[Any]) -> list[Any]:
     return generate(half.engine, prompts, SAMPLES, Sampling(1.0, 1.0), half.rng)
 
 
-def measure_trainer(context: Context, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "") -> None:
-    """Measures the trainer. `rank`: of adapters. With adapters, or another size, it measures no more than a step."""
+def measure_trainer(
+    context: Context, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "", has_fixed: bool = False
+) -> None:
+    """Measures the trainer. `rank`: of adapters. With adapters, or another size, it measures no more than a step.
+    has_fixed: the allocator's segments do not grow, as they do in a run.
+    """
+    if has_fixed:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
     shape, folder = context.shape, context.folder
     if size:
         shape, folder = shape if context.small else SIZES[size], folder / f"of {size}"
@@ -305,6 +313,7 @@ def time_steps(
         "share_of_product_rate": operations / step / rate,
         "share_of_989_teraflops": operations / step / NANOCHAT_RATE,
         "peak_bytes": peak.bytes(),
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else peak.bytes(),
         "computed_bytes": total(trainer_bytes(model_shape, step_pass)),
     }
 
@@ -507,7 +516,9 @@ PARTS = {
     "tests": Part(45.0, run_tests, model=False),
     "engine": Part(60.0, partial(measure_engine, slots=72)),
     "engine-256": Part(45.0, partial(measure_engine, slots=256)),
+    "engine-144": Part(45.0, partial(measure_engine, slots=144)),
     "trainer": Part(45.0, measure_trainer),
+    "fixed segments": Part(30.0, partial(measure_trainer, size="0.5 B", has_fixed=True), model=False),
     "sharing": Part(45.0, partial(time_sharing, arrangements=BY_DEFAULT)),
     "arrangements": Part(90.0, partial(time_sharing, arrangements=OTHERS)),
     "1.5 B": Part(60.0, partial(measure_trainer, checkpointed=True, size="1.5 B"), model=False),
@@ -542,6 +553,7 @@ def run_part(measure: Callable[[Context, Note], None], context: Context, file: P
     """Measures a part in its own process; its figures are in `file` at once."""
     os.setpgid(0, 0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the processes of a run have it
     with log.open("ab", buffering=0) as log_file:
         os.dup2(log_file.fileno(), 1)
         os.dup2(log_file.fileno(), 2)

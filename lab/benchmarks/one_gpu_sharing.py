@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -25,7 +23,8 @@ from typing import Any
 import torch
 from one_gpu_halves import Half, Rate, Size
 
-MPS = "nvidia-cuda-mps-control"
+from tba.runtime.local.mps import MpsUnavailable, mps_daemon
+
 BY_DEFAULT = ("processes",)  # as `tba train` does it
 OTHERS = ("processes, pinned cores", "processes, MPS", "threads, a stream each", "turns")
 PATIENCE = 120.0  # seconds in which a half has loaded, and in which it ends
@@ -53,7 +52,7 @@ def time_arrangements(
     runners: dict[str, Callable[[], Rates]] = {
         "processes": processes,
         "processes, pinned cores": lambda: processes(cores=cores_of_each(halves)),
-        "processes, MPS": lambda: run_under_mps(processes, folder),
+        "processes, MPS": lambda: run_under_mps(processes, device, folder),
         "threads, a stream each": lambda: run_in_process(lambda: run_in_threads(halves, seconds, device), folder),
         "turns": lambda: run_in_process(lambda: run_in_turns(halves, seconds, device, batch_tokens), folder),
     }
@@ -61,7 +60,7 @@ def time_arrangements(
     for name in arrangements:
         try:
             rates = runners[name]()
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError, MpsUnavailable) as error:
             note(**{name: {"failed": str(error)}})
             continue
         shares_left = {half: round(rates[half] / rates_alone[half], 3) for half in rates}
@@ -74,16 +73,18 @@ def run_in_processes(
     seconds: float,
     device: str,
     folder: Path,
-    environment: Mapping[str, str] | None = None,
+    environment: Callable[[str], Mapping[str, str]] | None = None,
     cores: Mapping[str, set[int]] | None = None,
 ) -> Rates:
-    """Runs each half in a process of its own, all at the same time; returns their rates."""
+    """Runs each half in a process of its own, all at the same time; returns their rates. environment: the variables of
+    a half.
+    """
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(halves))
 
     def live(name: str) -> None:
         renew_threads()
-        os.environ.update(environment or {})
+        os.environ.update({} if environment is None else environment(name))
         if cores is not None:
             os.sched_setaffinity(0, cores[name])
         (folder / f"{name}.rate").write_text(json.dumps(measure_rate(halves[name](), seconds, device, barrier)))
@@ -188,25 +189,8 @@ def cores_of_each(halves: Halves) -> dict[str, set[int]]:
     return {name: set(cores[i * share : (i + 1) * share]) for i, name in enumerate(halves)}
 
 
-def run_under_mps(act: Callable[[Mapping[str, str]], Rates], folder: Path) -> Rates:
-    """Returns what `act` returns with the environment by which NVIDIA's MPS serves its processes."""
-    with mps(folder) as environment:
-        return act(environment)
-
-
-@contextmanager
-def mps(folder: Path) -> Iterator[dict[str, str]]:
-    """An MPS server of our own while this is entered: nobody else's processes see it. Raises `RuntimeError` where there
-    is none, and `SubprocessError` where it is not permitted.
-    """
-    if shutil.which(MPS) is None:
-        raise RuntimeError(f"there is no {MPS} here")
-    folders = {f"CUDA_MPS_{kind}_DIRECTORY": str(folder / f"mps-{kind.lower()}") for kind in ("PIPE", "LOG")}
-    for path in folders.values():
-        Path(path).mkdir(exist_ok=True)
-    environment = {**os.environ, **folders}
-    subprocess.run([MPS, "-d"], check=True, env=environment, timeout=PATIENCE)
-    try:
-        yield folders
-    finally:
-        subprocess.run([MPS], input="quit\n", text=True, check=False, env=environment, timeout=PATIENCE)
+def run_under_mps(act: Callable[..., Rates], device: str, folder: Path) -> Rates:
+    """Returns what `act` returns with the environment of each half by which it is a client of MPS."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    with mps_daemon(gpu, folder / "mps", device) as daemon:
+        return act(daemon.environment)

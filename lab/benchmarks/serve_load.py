@@ -258,7 +258,7 @@ def measure_parked(folder: Path) -> None:
                     list(threads.map(lambda pair: pair[0].call(*pair[1], max_tokens=16), pairs))
                 peak = max(peak, watched.flows[0].parked_bytes)
             flow = watched.flows[0]
-            slot_bytes = flow.cache.bytes_of(flow.cache.length) * flow.settings.slots
+            slot_bytes = flow.cache.bytes_of(flow.cache.length) * flow.settings.slot_count
             for agent, (episode, _) in zip(agents, begun_episodes, strict=True):
                 agent.end(episode)
             print(

@@ -972,8 +972,12 @@ class GenerationSettings(Protocol):
     """The settings of a model's engine."""
 
     engine: str
-    slots: int
+    slots: int | None
     stop_strings: tuple[int | str, ...]
+
+    @property
+    def slot_count(self) -> int:
+        """Returns the completions that are generated simultaneously."""
 
 
 @runtime_checkable
@@ -981,6 +985,9 @@ class HasGeneration(Protocol):
     """A model whose engine has settings."""
 
     generation: GenerationSettings
+
+    def may_use_vllm(self, longest_prompt: int) -> bool:
+        """Returns whether answers may be sampled by vLLM. The model has to be `prepared`."""
 
 
 @runtime_checkable

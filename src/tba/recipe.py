@@ -27,6 +27,7 @@ from tba.protocols import (
     Exploration,
     HasAdapters,
     HasBeta,
+    HasDevice,
     HasDtype,
     HasFlow,
     HasGeneration,
@@ -68,6 +69,8 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
+    mps: bool = False  # kernels of trainer and searchers that share a GPU run side by side, by a daemon of NVIDIA's MPS
+    # that the run starts and ends (docs/hardware.md); without it the GPU is one process's at a time
     synchronous_rounds: bool = False  # searchers answer, judge and send a round before they begin the next (as inline)
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
@@ -397,6 +400,10 @@ class Recipe:
             unused_fields |= {"task.limits": "runtime processes"}
         if self.run.backup is None:
             unused_fields |= {"run.backup": "run.backup FOLDER", "run.backup_every": "run.backup"}
+        if self.runtime != "processes":
+            unused_fields |= {"run.mps": "runtime processes"}
+        elif not (isinstance(self.model, HasDevice) and self.model.device == "cuda"):
+            unused_fields |= {"run.mps": "model.device cuda"}
         if self.record.prometheus.port is None:
             unused_fields |= {"record.prometheus": "record.prometheus.port N"}
         if self.reference_scorer == "searchers":

@@ -28,11 +28,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tba.engines import transformers
+from tba.engines import slots, transformers
 from tba.engines.rules import LengthLimits
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
+from tba.policy.varlen import Attention
 from tba.protocols import Engine
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
@@ -98,6 +99,22 @@ def test_greedy_completions_are_those_of_generate(family: str, penalty: float) -
         assert completion.tokens.tolist() == whole[0, len(prompt.tokens) :].tolist()
         assert completion.log_behavior is not None
         assert completion.log_behavior.tolist() == [0.0] * len(completion.tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_attend_in_one_call_give_the_same_answers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by the attention that the trainer has; on a CPU its stand-in."""
+    prompts = ragged_prompts(3, 9, 1, 9, 12, 3)
+    completions = generate(engine_of(build(family)), prompts, 4, Sampling(), np.random.default_rng(0))
+    monkeypatch.setattr(slots, "_has_varlen_kernel", lambda *_: True)
+    calls = []
+    forward = Attention.forward
+    monkeypatch.setattr(Attention, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
+    together = generate(engine_of(build(family)), prompts, 4, Sampling(), np.random.default_rng(0))
+    assert tokens_of(together) == tokens_of(completions)
+    for one, other in zip(chain(*together), chain(*completions), strict=True):
+        np.testing.assert_allclose(one.log_behavior, other.log_behavior, atol=1e-5)
+    assert bool(calls) == (family != "gemma2")  # whose scores have a softcap
 
 
 def test_log_behavior_is_of_logits_less_a_penalty_for_what_was_read_and_said_in_refilled_rows_too() -> None:

@@ -445,7 +445,7 @@ def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_emp
     engine, rng = serving(replace(model, generation=long)), np.random.default_rng(0)
     assert isinstance(engine, VllmEngine)
     lengths = np.clip(np.exp(rng.normal(np.log(30), 0.6, 120)), 4, 250).astype(int)
-    prompts, slots, steps = prompts_of(*(320 - lengths).tolist()), engine.settings.slots, []
+    prompts, slots, steps = prompts_of(*(320 - lengths).tolist()), engine.settings.slot_count, []
     step = engine._requests.step
     monkeypatch.setattr(engine._requests, "step", lambda: steps.append(engine.growing_count) or step())
 

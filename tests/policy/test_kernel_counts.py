@@ -43,6 +43,12 @@ def test_a_step_of_the_trainer_is_at_most_2750_kernels_and_waits_for_nothing(
     assert sum(count.waits for count in parts.values()) == 0
 
 
+def test_prompts_of_many_lengths_are_read_by_as_many_kernels_as_one() -> None:
+    many, one = (counts.counted(counts.prefill(lengths)) for lengths in (range(60, 140, 5), [100]))
+    assert many.kernels == one.kernels <= 650
+    assert many.waits == 0
+
+
 def test_launches_of_lists_are_as_many_as_their_tensors_and_chunks_fill() -> None:
     def launches(shapes: list[int], operation: Callable[[list[torch.Tensor]], object]) -> int:
         tensors = [torch.empty(n, device="meta") for n in shapes]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2Config
 
 from tba.errors import UserError
-from tba.runtime.devices import TRAINER, USABLE, Place, assign_gpus, environment_of
-from tba.settings import find
+from tba.gpus import GPU_SHARE, Gpus
+from tba.runtime import devices
+from tba.runtime.devices import TRAINER, USABLE, Place, assign_gpus, environment_of, extend_segments, searcher_share
+from tba.runtime.needs import needs
+from tba.settings import find, override
 
 
 def parts(ranks: int, searchers: int) -> tuple[list[str], list[str]]:
@@ -85,3 +91,52 @@ def test_with_four_gpus_a_trainer_has_one_and_three_searchers_have_one_each() ->
     four = assign_gpus(["trainer"], [f"searcher-{i}" for i in range(3)], 4, on_gpus.model.gpus_per_searcher)
     assert [str(place) for place in four.values()] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert replace(recipe, model=replace(recipe.model, device="cpu")).model.gpus_per_searcher == 0
+
+
+@pytest.mark.parametrize(
+    ("worker", "engine", "variables", "is_set"),
+    [
+        ("trainer", "vllm", {GPU_SHARE: "0.5"}, True),
+        ("trainer-1", "auto", {GPU_SHARE: "0.95"}, True),
+        ("searcher-0", "transformers", {GPU_SHARE: "0.5"}, True),
+        ("searcher-0", "vllm", {GPU_SHARE: "0.5"}, False),
+        ("searcher-0", "auto", {GPU_SHARE: "0.5"}, False),  # which may be vLLM
+        ("trainer", "transformers", {}, False),  # without a GPU
+        ("trainer", "transformers", {GPU_SHARE: "0.5", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False),
+        ("trainer", "transformers", {GPU_SHARE: "0.5", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_segments_of_an_allocator_grow_on_a_gpu_unless_vllm_or_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, worker: str, engine: str, variables: dict[str, str], is_set: bool
+) -> None:
+    for name in (GPU_SHARE, *devices._ALLOCATOR_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    extend_segments(override(find("gsm8k"), ["--model.generation.engine", engine], ""), worker)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {}
+    settings = {name: os.environ[name] for name in devices._ALLOCATOR_SETTINGS if name in os.environ}
+    assert settings == expected | {name: value for name, value in variables.items() if name != GPU_SHARE}
+
+
+def test_a_searcher_in_the_trainers_process_takes_what_the_trainer_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(GPU_SHARE, raising=False)
+    Qwen2Config(hidden_size=896, num_hidden_layers=24, intermediate_size=4864, num_attention_heads=14).save_pretrained(
+        tmp_path
+    )
+    words = ["--model.path", str(tmp_path), "--model.device", "cuda", "--runtime", "inline"]
+    recipe = override(find("gsm8k"), words, "")
+    memory = 80 * 10**9
+    monkeypatch.setattr(devices, "visible_gpus", lambda: Gpus(("a card",), (memory,)))
+    need_of = {need.part: need.total for need in needs(recipe)}
+    with searcher_share(recipe):
+        share_bytes = float(os.environ[GPU_SHARE]) * memory
+        assert need_of["searcher"] + need_of["reference"] < share_bytes < USABLE * memory - need_of["trainer"]
+    assert GPU_SHARE not in os.environ
+    monkeypatch.setattr(devices, "visible_gpus", Gpus)
+    with searcher_share(replace(recipe, model=replace(recipe.model, device="cpu"))):
+        assert GPU_SHARE not in os.environ

@@ -48,6 +48,7 @@ SMOL = LlamaConfig(  # SmolLM2-135M
     tie_word_embeddings=True,
 )
 PAGE = script("tools/hardware_page.py")
+THREE = PAGE.config_of("3 B")
 RHO, SEVEN, PYTHIA = (PAGE.RECIPES[name] for name in ("gsm8k", "math", "tldr"))
 
 
@@ -232,6 +233,37 @@ def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> Non
     assert (sizing_flags(on_cpu, host), unused_gpus(on_cpu, host)) == ([], None)
 
 
+def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(at: Models) -> None:
+    def slots(recipe: Recipe, *gpus: int) -> int:
+        sized_recipe = decided(recipe, machine(*gpus))
+        refuse_what_cannot_fit(sized_recipe, machine(*gpus))
+        assert isinstance(sized_recipe.model, HuggingFace)
+        return sized_recipe.model.generation.slot_count
+
+    def with_open_slots(config: PretrainedConfig, **changes: Any) -> Recipe:
+        recipe = recipe_of("gsm8k", at(config), **changes)
+        assert isinstance(recipe.model, HuggingFace)
+        generation = replace(recipe.model.generation, slots=None)
+        return replace(recipe, model=replace(recipe.model, generation=generation))
+
+    rho, seven = with_open_slots(RHO), with_open_slots(SEVEN)
+    assert slots(rho, 141) == slots(rho, 80, 80) == 144  # a batch has 7 x 20 answers
+    assert slots(replace(rho, group_size=4), 141) == 64
+    assert slots(replace(rho, group_size=100), 141, 141) == 256
+    assert slots(replace(rho, runtime="inline", searchers=None), 141) == 144
+    need = {part: part_need.total for part, part_need in by_part(seven).items()}  # with 64 slots
+    small_card = int((need["searcher"] + need["reference"]) / USABLE / GB)
+    assert 32 <= slots(seven, 400, small_card) < 64
+    full_card = with_open_slots(RHO, gradient_checkpointing=None)
+    assert slots(full_card, 36) == 64  # where trained activations are recomputed, no more than the default
+    on_cpu = with_open_slots(RHO, device="cpu")
+    assert decided(on_cpu, machine()) == on_cpu
+    given = recipe_of("gsm8k", at(RHO))
+    assert slots(given, 141) == 72
+    by_vllm = override(rho, ["--model.generation.engine", "vllm"], "")
+    assert slots(by_vllm, 141) == 64
+
+
 @pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
 def test_shares_of_one_gpu_are_what_each_half_needs_and_a_sum_that_does_not_fit_is_refused(
     at: Models, gpus: list[int], fits: bool
@@ -254,8 +286,16 @@ def test_the_trainer_has_slack_where_there_is_room_and_the_half_that_can_use_it_
     need = {part: part_need.total for part, part_need in by_part(recipe).items() if part_need.device == "cuda"}
     share = places_on(recipe, machine(141))["trainer"].share
     assert share * 141 * GB == pytest.approx(USABLE * 141 * GB - need["searcher"] - need["reference"] - LOST)
-    by_vllm = replace(recipe, model=replace(recipe.model, generation=replace(recipe.model.generation, engine="vllm")))
-    assert places_on(by_vllm, machine(141))["trainer"].share * 141 * GB == pytest.approx(1.15 * need["trainer"])
+
+    def trainer_bytes(engine: str, config: PretrainedConfig) -> float:
+        other = override(
+            recipe_of("gsm8k", at(config), gradient_checkpointing=True), ["--model.generation.engine", engine], ""
+        )
+        return places_on(other, machine(141))["trainer"].share * 141 * GB / by_part(other)["trainer"].total
+
+    assert trainer_bytes("vllm", RHO) == pytest.approx(1.15)
+    assert trainer_bytes("auto", RHO) == pytest.approx(share * 141 * GB / need["trainer"])  # which takes ours
+    assert trainer_bytes("auto", THREE) == pytest.approx(1.15)  # and may take vLLM for more than 2 B parameters
 
 
 def test_a_small_models_trainer_has_what_an_allocator_loses_where_there_is_room(at: Models) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tba.errors import UserError
-from tba.policy.varlen import takes_flash
+from tba.policy.varlen import Attention, Sequences, takes_flash
 
 ATTENTION = "tba_slots"
 _ALIGNMENT = 16  # the kernels like widths of a multiple of this
@@ -109,7 +109,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kind: At
 class PackedPrompts:
     """One pass over several prompts laid end to end in one row; afterwards it holds their keys and values.
 
-    The prompts are ordered by length, so that those of one length share one attention call.
+    A GPU's kernel for sequences of different lengths attends within all of them in one call. Elsewhere those of one
+    length share a call, because the prompts are ordered by length.
     """
 
     def __init__(self, prompts: Sequence[Tensor], device: torch.device) -> None:
@@ -132,6 +133,7 @@ class PackedPrompts:
         self.tokens_1N, self.position_1N = input_2N[:1], input_2N[1:]
         last_index_P = [start + length - 1 for start, length in zip(self.start, self.length, strict=True)]
         self.last_index_P = torch.tensor(last_index_P, device=device)
+        self._spans: dict[int | None, Sequences] = {}  # by window
         self.kinds: dict[int, AttentionKind] = {}  # by layer, as the model asked for them
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -165,8 +167,20 @@ class PackedPrompts:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes causal attention within each prompt."""
         self._keys[layer], self._values[layer], self.kinds[layer] = key[0], value[0], kind
+        if kind.softcap is None and _has_varlen_kernel(query, value):
+            return self._attend_together(query, key, value, kind)
         blocks = [self._attend_block(block, query[0], key[0], value[0], kind) for block in self.blocks]
         return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))[None]
+
+    def _attend_together(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Attends within all prompts in one call: [1, heads, N, D] -> the same."""
+        if kind.window not in self._spans:
+            lengths = [length for _, count, length in self.blocks for _ in range(count)]
+            self._spans[kind.window] = Sequences.of(lengths, lengths, query.device, causal=True, window=kind.window)
+        scale = 1 / math.sqrt(query.shape[-1]) if kind.scale is None else kind.scale
+        query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_NHD, _ = Attention(scale).forward(query_NHD, key_NHD, value_NHD, self._spans[kind.window])
+        return out_NHD.transpose(0, 1)[None]
 
     @staticmethod
     def _attend_block(
@@ -188,6 +202,11 @@ class PackedPrompts:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
             out = _attention(q, k, v, bias, kind)
         return out.transpose(0, 1).flatten(1, 2)
+
+
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Returns whether a kernel for sequences of different lengths takes these tensors."""
+    return takes_flash(query, value)
 
 
 class SlotCache:

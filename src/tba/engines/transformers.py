@@ -63,7 +63,8 @@ class EngineSettings:
     engine: Literal["transformers", "vllm", "auto"] = "transformers"  # the sampling engine; vllm has settings of its
     # own, too; auto: transformers on a CPU, for adapters, and for models of up to 2 billion parameters without experts
     # and contexts of fewer than 8,192 tokens; else vllm, if it is installed and passes a self-test at the start
-    slots: int = 64  # completions that are generated simultaneously
+    slots: int | None = None  # completions that are generated simultaneously; None: 64, on a GPU without vllm as many
+    # as a batch has, at least 64 and at most 256, or fewer where it has no room for them
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
     # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
@@ -76,6 +77,11 @@ class EngineSettings:
         default=(), metadata=BY_CODE
     )  # tokens that may begin an answer; empty: any
     forbidden_first_tokens: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # tokens that begin no answer
+
+    @property
+    def slot_count(self) -> int:
+        """Returns the completions that are generated simultaneously."""
+        return 64 if self.slots is None else self.slots
 
     @property
     def never_sampled(self) -> tuple[str, ...]:
@@ -96,7 +102,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in ("slots", "max_completion_tokens"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise UserError(f"the engine's {name} is {value}, but it must be at least 1")
         if not 0 <= self.min_completion_tokens < self.max_completion_tokens:
             raise UserError(
@@ -157,7 +163,7 @@ class TransformersEngine:
             eos_V[sorted(self._eos_ids)] = True
             texts = settings.allowed_first_tokens, settings.forbidden_first_tokens
             rules = rules_of(tokenizer, eos_V, settings.min_completion_tokens, *texts)
-            self._rows = DecodingRows(settings.slots, settings.max_completion_tokens, rules)
+            self._rows = DecodingRows(settings.slot_count, settings.max_completion_tokens, rules)
         is_on_one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"
         self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if is_on_one_gpu else None, compiled)
 
@@ -210,7 +216,7 @@ class TransformersEngine:
             old_cache = self._cache if rows else None
             self.step.drop_graphs()
             self._cache = None  # before its successor is allocated
-            self._cache = SlotCache(prompts, self.settings.slots, length, self._uses_flash)
+            self._cache = SlotCache(prompts, self.settings.slot_count, length, self._uses_flash)
             if old_cache is not None:
                 self._cache.keys[:, :rows, :, : old_cache.length] = old_cache.keys[:, :rows]
                 self._cache.values[:, :rows, :, : old_cache.length] = old_cache.values[:, :rows]
@@ -356,7 +362,7 @@ class TransformersFlow:
         self.queue = _Queue(count, engine.limits)
         self.prefill_batch: _PrefillBatch | None = None  # with the prompt of the next request, or of the last one
         # the rows, as they are known without waiting for the device
-        slots = self.settings.slots
+        slots = self.settings.slot_count
         self.extent = 0
         self.free_rows: list[int] = []
         self.request_R = np.full(slots, None, dtype=object)
@@ -389,7 +395,7 @@ class TransformersFlow:
         then so many that half of the slots' worth is left in it. They are read together, and rows are filled from them
         at once.
         """
-        slots = self.settings.slots
+        slots = self.settings.slot_count
         spare_rows = slots - self.extent + len(self.free_rows) - self.queue.requests_left - self._rows_for_parked
         return -(-(spare_rows + slots // 2) // self.queue.count) if spare_rows > 0 else 0
 
@@ -405,7 +411,7 @@ class TransformersFlow:
         many as there are more of them than slots, since each has a copy of its keys and values.
         """
         answered_count = sum(request.reply_tokens is not None for request in self.parked_requests.values())
-        return max(answered_count, len(self.parked_requests) - self.settings.slots)
+        return max(answered_count, len(self.parked_requests) - self.settings.slot_count)
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_needed: bool = True
@@ -469,8 +475,8 @@ class TransformersFlow:
         if self.parked_requests:
             self._restore_parked()
         queue = self.queue
-        if (row_count := queue.requests_left - len(self.free_rows)) > 0 and self.extent < self.settings.slots:
-            extent = self.extent + min(row_count, self.settings.slots - self.extent)
+        if (row_count := queue.requests_left - len(self.free_rows)) > 0 and self.extent < self.settings.slot_count:
+            extent = self.extent + min(row_count, self.settings.slot_count - self.extent)
             self.free_rows, self.extent = [*self.free_rows, *range(self.extent, extent)], extent
         while self.free_rows and queue.requests_left:
             if queue.next_request in queue.cancelled_requests:
@@ -725,7 +731,7 @@ class TransformersFlow:
         for request in list(self.parked_requests.values()):
             if request.reply_tokens is None or request.row_copy is None:
                 continue
-            if not self.free_rows and self.extent < self.settings.slots:
+            if not self.free_rows and self.extent < self.settings.slot_count:
                 self.free_rows, self.extent = [self.extent], self.extent + 1
             if not self.free_rows:
                 break

@@ -133,7 +133,7 @@ class VllmEngine:
             "dtype": str(dtype).removeprefix("torch."),
             "tensor_parallel_size": vllm_settings.tensor_parallel,
             "max_model_len": longest_sequence,
-            "max_num_seqs": settings.slots,
+            "max_num_seqs": settings.slot_count,
             "enable_chunked_prefill": not reads_whole_prompts,
             "enable_prefix_caching": vllm_settings.prefix_caching,
             "logprobs_mode": "processed_logprobs",
@@ -147,7 +147,7 @@ class VllmEngine:
             "load_format": "dummy" if is_untied else "safetensors",
             "hf_overrides": {"tie_word_embeddings": False} if is_untied else {},
         }
-        batched_tokens = max(PREFILL_TOKENS, settings.slots, longest_sequence if reads_whole_prompts else 0)
+        batched_tokens = max(PREFILL_TOKENS, settings.slot_count, longest_sequence if reads_whole_prompts else 0)
         defaults = {"max_num_batched_tokens": batched_tokens}
         if vllm_settings.gpu_memory_utilization is None:
             # the share has no effect beside these bytes, but so much has to be free at the start
@@ -361,7 +361,7 @@ class VllmFlow:
         """Returns how many more prompts are to be submitted now: none while the queue can fill the slots that are free,
         then so many that half of the slots' worth is left in it.
         """
-        slots = self.engine.settings.slots
+        slots = self.engine.settings.slot_count
         excess_count = max(0, len(self._unanswered) - slots)
         empty_slots = slots - self.engine.growing_count - len(self._queue) - excess_count
         return -(-(empty_slots + slots // 2) // max(1, self.samples_each)) if empty_slots > 0 else 0
@@ -397,7 +397,7 @@ class VllmFlow:
                 requests, self._requests_to_cancel = self._requests_to_cancel, set()
                 for answer in self._stop(requests):
                     self._finish(answer)
-            while self._queue and self.engine.growing_count < self.engine.settings.slots:
+            while self._queue and self.engine.growing_count < self.engine.settings.slot_count:
                 answer = self._queue.popleft()
                 self.engine.begin_turn(answer, self.sampling, self._turn_limits(answer.request))
             self._steps = self._steps + 1 if self.engine.growing_count else 0

@@ -292,6 +292,10 @@ class HuggingFace:
         prefill_tokens = self._prefill_tokens(longest_prompt)
         return TransformersEngine(*arguments, longest_prompt, self.torch_compile, prefill_tokens)
 
+    def may_use_vllm(self, longest_prompt: int) -> bool:
+        engine = self.generation.engine
+        return engine == "vllm" or (engine == "auto" and not self._vllm_obstacle(longest_prompt))
+
     def _prefill_tokens(self, longest_prompt: int) -> int | None:
         """Returns the tokens of prompts that the engine reads together on a GPU; None: as many as on a CPU."""
         if (gpu_bytes := self._gpu_bytes) is None or (shape := shape_of(self)) is None:
@@ -320,8 +324,8 @@ class HuggingFace:
         it.
         """
         shared_reference = reference if isinstance(reference, FrozenReference) else None
-        settings = replace(self.generation, engine="transformers", slots=min(_BASE_SLOTS, self.generation.slots))
-        self._require_base_memory(longest_prompt, settings.slots, is_loaded=shared_reference is None)
+        settings = replace(self.generation, engine="transformers", slots=min(_BASE_SLOTS, self.generation.slot_count))
+        self._require_base_memory(longest_prompt, settings.slot_count, is_loaded=shared_reference is None)
         if shared_reference is None:
             model, _ = self._load(self._full_path, self._device, self.compute)
         else:
@@ -406,7 +410,7 @@ class HuggingFace:
             positions = min(positions, limit)
         return SearcherWorkload(
             precision=self.precision,
-            slots=self.generation.slots,
+            slots=self.generation.slot_count,
             positions=min(longest_prompt + self.max_completion_tokens, positions),
             prompt=longest_prompt,
             device=self._device.type,

@@ -17,7 +17,7 @@ recipe = replace(
     description="IFEval: instructions that a function can check; for `tba eval` only, nothing is trained on it",
     task=IfEval(),
     model=tba.HuggingFace(
-        path="HuggingFaceTB/SmolLM2-135M-Instruct", generation=tba.EngineSettings(slots=64, max_completion_tokens=512)
+        path="HuggingFaceTB/SmolLM2-135M-Instruct", generation=tba.EngineSettings(max_completion_tokens=512)
     ),
     evaluation=tba.EvaluationSettings(problems=0, samples=0, batch_size=64),
     prompts=tba.PromptSettings(max_tokens=2048),

@@ -19,7 +19,7 @@ recipe = tba.Recipe(
     task=Instruct(),
     model=tba.HuggingFace(
         path="HuggingFaceTB/SmolLM2-135M-Instruct",
-        generation=tba.EngineSettings(slots=64, max_completion_tokens=64),
+        generation=tba.EngineSettings(max_completion_tokens=64),
         lora=tba.LoraSettings(rank=16),
     ),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.02)),

@@ -33,7 +33,7 @@ recipe = tba.Recipe(
     ),
     model=tba.HuggingFace(
         path=SMOLLM2,
-        generation=tba.EngineSettings(slots=64, max_completion_tokens=24),
+        generation=tba.EngineSettings(max_completion_tokens=24),
         lora=tba.LoraSettings(rank=16),
         warm_start=tba.WarmStart(sft=tba.SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),

@@ -33,7 +33,7 @@ recipe = replace(
         longest=1100,
         held_out=0.15,
     ),
-    model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=64)),
+    model=replace(instruct.model, generation=tba.EngineSettings(max_completion_tokens=64)),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
     optimizer=tba.OptimizerSettings(lr=2e-4, schedule=tba.WarmupStableDecay(5, 75, 40, final=0.1)),
     evaluation=tba.EvaluationSettings(

@@ -29,7 +29,7 @@ recipe = tba.Recipe(
     ),
     model=tba.HuggingFace(
         device="cpu",
-        generation=tba.EngineSettings(slots=64, max_completion_tokens=48),
+        generation=tba.EngineSettings(max_completion_tokens=48),
         warm_start=tba.WarmStart(
             scratch=tba.ScratchModel(
                 hidden_size=128, layers=4, heads=4, kv_heads=2, ff_size=384, max_positions=1024, tie_embeddings=True

@@ -23,7 +23,7 @@ recipe = replace(
     name="tools",
     description="SmolLM2-135M-Instruct learns to call a tool by its chat template, two CPU processes",
     task=tba.EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
-    model=replace(instruct.model, generation=tba.EngineSettings(slots=64, max_completion_tokens=112)),
+    model=replace(instruct.model, generation=tba.EngineSettings(max_completion_tokens=112)),
     optimizer=replace(instruct.optimizer, lr=2e-4, schedule=tba.WarmupStableDecay(5, 20, 15, final=0.1)),
     evaluation=tba.EvaluationSettings(
         every=10, problems=200, problems_during=64, greedy=False, batch_size=64, logged_problems=1000

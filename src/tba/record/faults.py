@@ -51,6 +51,7 @@ KINDS = (
     "slow_engine",  # a searcher's decode steps could not be captured, or gave other tokens when they were
     "large_steps",  # an update moved the policy further than data of its like can guide the next one
     "short_answers",  # new answers had less than half of the tokens that they had when the run began
+    "without_mps",  # MPS was asked for, and could not be had
     "long_answers",  # they had more than twice as many
 )
 

@@ -35,7 +35,7 @@ from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes
 from tba.rollout.stages import has_failed_environment
 from tba.runs.reward_time import TimedReward
-from tba.runtime.devices import limit_gpu_memory
+from tba.runtime.devices import extend_segments, limit_gpu_memory
 from tba.runtime.engines import engine_of, vine_of
 from tba.runtime.graders import reward_of
 from tba.runtime.isolation import RecipeSource, isolated_reward
@@ -611,6 +611,7 @@ def run(arguments: Sequence[str]) -> int:
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
     torch.set_num_threads(recipe.run.threads)
     keep_few_kernels()
+    extend_segments(recipe, half)
     limit_gpu_memory()
     say = ProgressLines()
     figures: ProbeFigures

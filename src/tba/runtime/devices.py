@@ -7,28 +7,32 @@ sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to
 - Several nodes: ranks fill the largest node first. An engine is on one node.
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
 - One GPU, one rank: all workers share it. Each half has what it needs and `SLACK` or `LOST` more. The rest is the
-  searchers' where vLLM makes a larger cache of it; our own engine takes no more, so then it is the trainer's.
+  searchers' where vLLM may sample, which makes a larger cache of it; our own engine takes no more, so then it is the
+  trainer's.
 - No GPU: everything runs on the CPU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from tba.errors import UserError
-from tba.gpus import GPU_SHARE, VISIBLE_DEVICES
+from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
 from tba.protocols import HasGeneration
 from tba.recipe import Recipe
-from tba.runtime.needs import needs, with_checkpointing
+from tba.runtime.needs import longest_prompt, needs, with_checkpointing
 from tba.training.ranks.messages import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
 TRAINER = 0.5  # of it, where searchers are on the same GPU and nobody knows what the trainer needs
 SLACK = 0.15  # of what is computed, for what an allocator loses
+# environment variables by which torch's allocator is set, the one that releases since 2.11 prefer first
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LOST = 2 << 30  # bytes, if there are as many: of a small model's passes of unequal lengths it loses a larger share
 
 
@@ -147,7 +151,7 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
         return USABLE * trainer_need / (trainer_need + other_need)
     most = USABLE * memory - other_need
     trainer = trainer_need + max(SLACK * trainer_need, LOST)
-    if isinstance(recipe.model, HasGeneration) and recipe.model.generation.engine == "transformers":
+    if not may_use_vllm(recipe):
         trainer = max(trainer, most - max(SLACK * other_need, LOST))  # what an engine of ours would never use
     return min(trainer, most) / memory
 
@@ -167,6 +171,42 @@ def environment_of(place: Place, driver_devices: str | None = None) -> dict[str,
 def visible_devices() -> str | None:
     """Returns the driver's own CUDA_VISIBLE_DEVICES."""
     return os.environ.get(VISIBLE_DEVICES)
+
+
+def may_use_vllm(recipe: Recipe) -> bool:
+    """Returns whether vLLM may sample, or another engine that nobody knows."""
+    model = recipe.model
+    return not isinstance(model, HasGeneration) or model.may_use_vllm(longest_prompt(recipe))
+
+
+@contextmanager
+def searcher_share(recipe: Recipe) -> Iterator[None]:
+    """Have the searcher that is loaded meanwhile take no more of this process's GPU than the trainer leaves, which the
+    process will have beside it.
+    """
+    gpus = visible_gpus().memory if recipe.model.gpus_per_searcher else ()
+    if not any(gpus):
+        yield
+        return
+    os.environ[GPU_SHARE] = f"{USABLE - _trainer_share(recipe, gpus[0], 1):.4f}"
+    try:
+        yield
+    finally:
+        del os.environ[GPU_SHARE]
+
+
+def extend_segments(recipe: Recipe, worker: str) -> None:
+    """Have torch's allocator extend its segments in the process of a worker that was given a GPU: blocks that were
+    freed then serve requests of any size. Called before CUDA starts, which reads the setting.
+
+    The user's own setting stays. A searcher that may sample by vLLM has none: what vLLM's ranks share with one another,
+    and its sleep mode, need segments of a fixed size.
+    """
+    model = recipe.model
+    is_own_engine = isinstance(model, HasGeneration) and model.generation.engine == "transformers"
+    has_setting = any(name in os.environ for name in _ALLOCATOR_SETTINGS)
+    if GPU_SHARE in os.environ and not has_setting and (is_own_engine or worker.startswith("trainer")):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def limit_gpu_memory() -> None:

@@ -13,6 +13,7 @@ from tba.environments.turn_encoding import TurnEncoder
 from tba.protocols import Acted, Engine, LimitsEpisodes, Model, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.rollout.vine import VineRollouts
+from tba.runtime.needs import longest_prompt
 from tba.types import Version
 from tba.user_code import problems_of
 
@@ -24,12 +25,11 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
 
     clock: counts the time that the engine waits for environments as theirs.
     """
-    task, longest_prompt = recipe.task, recipe.prompts.max_tokens
-    longest_prompt += recipe.model.max_completion_tokens if recipe.vine else 0  # answers begun are prompts there
+    task, prompt_tokens = recipe.task, longest_prompt(recipe)
     if not isinstance(task, Acted):
-        return model.engine(version, longest_prompt)
+        return model.engine(version, prompt_tokens)
     worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
-    engine = model.engine(version, longest_prompt)
+    engine = model.engine(version, prompt_tokens)
     pause_clock = nullcontext if clock is None else partial(_environment_state, clock)
     return EpisodeEngine(engine, task, turn_encoder_of(recipe.task, model.tokenizer()), worlds, pause_clock)
 

@@ -15,6 +15,7 @@ import torch
 
 from tba.recipe import Recipe
 from tba.record.log import log_to
+from tba.runtime.devices import extend_segments, searcher_share
 from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -38,7 +39,9 @@ class Inline:
         torch.set_num_threads(self.recipe.run.threads)
         clock = self.run.clock()
         with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as closers:
-            searcher_loop = start_searching(self.recipe, self.run, 0, interrupted=stop)
+            with searcher_share(self.recipe):
+                extend_segments(self.recipe, "searcher")
+                searcher_loop = start_searching(self.recipe, self.run, 0, interrupted=stop)
             closers.callback(searcher_loop.close)
             trainer_loop = start_training(
                 self.recipe,

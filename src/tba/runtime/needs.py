@@ -96,6 +96,12 @@ def _with_reference_in_trainer(recipe: Recipe, part_needs: Sequence[Need]) -> li
     return [replace(n, parts={**n.parts, **rows}) if n.part == "trainer" else n for n in part_needs]
 
 
+def longest_prompt(recipe: Recipe) -> int:
+    """Returns the tokens of the longest prompt that an engine reads."""
+    begun_answer = recipe.model.max_completion_tokens if recipe.vine else 0  # answers begun are prompts there
+    return recipe.prompts.max_tokens + begun_answer
+
+
 def work_of(recipe: Recipe) -> Work:
     """Returns the work that the recipe asks of its model, by which the model computes its memory."""
     return Work(

@@ -11,6 +11,8 @@ and GPUs of unknown memory are never refused.
 - The reference does not fit beside an engine: the trainer scores answers under it.
 - Gradient checkpointing open, several ranks: on, where they do not fit without. (One rank decides pass by pass; several
   have to do the same.)
+- No slots given, and our own engine samples: as many as a batch has answers, so that few of those that are in flight
+  are older than an update; no more than were tried, and fewer where a GPU has no room for them.
 - vLLM on one GPU each, and a searcher does not fit there: the engine is spread over as few as it takes.
 """
 
@@ -25,13 +27,15 @@ from tba.errors import UserError
 from tba.protocols import HasAdapters, HasAttentionHeads, HasDevice, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.text import plural, size
-from tba.runtime.devices import USABLE, Place, engine_gpus, places
+from tba.runtime.devices import SLACK, USABLE, Place, engine_gpus, may_use_vllm, places
 from tba.runtime.hardware import ClusterNodes, Hardware
 from tba.runtime.needs import needs, with_checkpointing, with_trainer_scores
 from tba.settings import override
 from tba.training.ranks.messages import RankSettings
 
 _LORA_RANK = "16"  # that is proposed
+_SLOT_STEP = 8
+_MOST_SLOTS = 256  # the most that `make test-gpu` measures
 _RAY_STEP = 1e-4  # of a GPU: parts of it are reserved in such steps
 _TRAINER_SCORES = ("--reference-scorer", "trainer")
 _FIXED_FLAGS = {"--model.lora.rank", "--model.dtype"}  # which a run that is resumed keeps
@@ -92,9 +96,10 @@ def sizing_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
 
 def _count_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     """Returns the flags for what the recipe leaves open, with the scorer of the reference as it is."""
-    is_open = recipe.runtime != "inline" and not _reserves_other_gpus(recipe)
-    if not is_open or not recipe.model.gpus_per_searcher or not hardware.gpus:
+    if _reserves_other_gpus(recipe) or not recipe.model.gpus_per_searcher or not hardware.gpus:
         return []
+    if recipe.runtime == "inline":
+        return _slot_flags(recipe, hardware)
     engine_flags = _tensor_parallel_flags(recipe, hardware)
     recipe = decided_recipe = override(recipe, engine_flags, "", recorded=True)
     nodes, gpus_each = _gpu_counts(hardware), recipe.model.gpus_per_searcher
@@ -106,11 +111,14 @@ def _count_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
             break  # the trainer fits
     may_checkpoint = decided_recipe.trainer.count > 1 and with_checkpointing(decided_recipe) is not None
     needs_checkpoints = may_checkpoint and (_memory_shortage(decided_recipe, hardware) or ("",))[0] == "trainer"
+    slot_flags = _slot_flags(decided_recipe, hardware)
+    decided_recipe = override(decided_recipe, slot_flags, "", recorded=True)
     return [
         *engine_flags,
         *(["--model.gradient-checkpointing"] if needs_checkpoints else []),
         *([] if recipe.trainer.ranks else ["--trainer.ranks", str(decided_recipe.trainer.count)]),
         *([] if recipe.searchers is not None else ["--searchers", str(decided_recipe.searcher_count)]),
+        *slot_flags,
         *_share_flags(decided_recipe, hardware),
     ]
 
@@ -146,6 +154,36 @@ def _tensor_parallel_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
         if _searcher_bytes(_gpu_bytes(override(recipe, flags, "", recorded=True))) <= USABLE * min(hardware.gpus):
             return flags if gpus_each > 1 else []
     return []
+
+
+def _slot_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
+    """Returns the flag for the slots of an engine of ours, where the recipe leaves them open; none where even few do
+    not fit. More than the default are taken only where each half has its slack, and no checkpointing is needed.
+    """
+    model = recipe.model
+    if not isinstance(model, HasGeneration) or model.generation.slots is not None or may_use_vllm(recipe):
+        return []
+    if not all(hardware.gpus) or not needs(recipe):
+        return []
+    default_slots = model.generation.slot_count
+    batch_slots = math.ceil(recipe.groups_per_step * recipe.group_size / _SLOT_STEP) * _SLOT_STEP
+    for slots in range(min(max(batch_slots, default_slots), _MOST_SLOTS), 0, -_SLOT_STEP):
+        flags = ["--model.generation.slots", str(slots)]
+        sized_recipe = override(recipe, flags, "", recorded=True)
+        shortage = (
+            _memory_shortage(sized_recipe, _without_slack(hardware))
+            if slots > default_slots
+            else memory_shortage(sized_recipe, hardware)
+        )
+        if shortage is None:
+            return flags
+    return []
+
+
+def _without_slack(hardware: Hardware) -> Hardware:
+    """Returns hardware whose GPUs have as much less as an allocator loses."""
+    nodes = tuple(replace(n, gpus=tuple(int(gpu / (1 + SLACK)) for gpu in n.gpus)) for n in hardware.nodes)
+    return ClusterNodes(nodes) if isinstance(hardware, ClusterNodes) else nodes[0]
 
 
 def _share_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
@@ -470,7 +508,7 @@ def _searcher_savings(recipe: Recipe) -> Iterator[list[str]]:
     """Yields flags with which searchers need ever less, the first of them none."""
     slot_flags: list[list[str]] = []
     if isinstance(recipe.model, HasGeneration):
-        slot_flags += (["--model.generation.slots", limit] for limit in _halves(recipe.model.generation.slots))
+        slot_flags += (["--model.generation.slots", limit] for limit in _halves(recipe.model.generation.slot_count))
     yield from ([], *slot_flags[:1])
     if with_trainer_scores(recipe) is not None:
         yield from ([*_TRAINER_SCORES, *flags] for flags in ([], *slot_flags))

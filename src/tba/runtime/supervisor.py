@@ -128,14 +128,18 @@ class Driver(ABC):
     def start(self, name: str) -> Worker:
         """Start a worker of the run."""
 
+    def prepare(self, closers: ExitStack) -> None:
+        """Start what the workers need beside them, and have it ended after them."""
+        self.joined.open()
+
     def pause(self) -> None:
         """Wait between two checks of the workers."""
         time.sleep(POLL)
 
     def go(self) -> dict[str, object]:
         """Run to the end; returns the faults that it survived. Raises the error that a worker ended with."""
-        self.joined.open()
         with stop_requests() as stop, ExitStack() as closers:
+            self.prepare(closers)
             closers.callback(self.joined.dismiss, 0.0, lambda: None)
             trainer, *searchers = [self._start(name, closers) for name in ("trainer", *self.searchers)]
             try:

@@ -28,7 +28,7 @@ from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Visitors, checkpoint_through, connect_via, reachable_directory
-from tba.runtime.devices import limit_gpu_memory
+from tba.runtime.devices import extend_segments, limit_gpu_memory
 from tba.runtime.disk import outside_cause
 from tba.runtime.program import require_same_version
 from tba.runtime.ranks.store import ActorStore
@@ -185,8 +185,9 @@ class PartActor:
             with log_to(run.path, worker) as log_file:
                 if attempt == 0:  # a worker that is restarted may find newer files, which must not end the run
                     require_same_version(run.facts, f"{worker} on {ray.util.get_node_ip_address()}")
-                limit_gpu_memory()
                 recipe, place = run.recipe(), place_of(worker, log_file)
+                extend_segments(recipe, worker)
+                limit_gpu_memory()
                 deadline = recipe.run.journal_deadline
                 contact = ActorContact(exchange, worker, deadline)
                 meeting = None if meet is None else meet.meeting(deadline)

@@ -3,26 +3,30 @@
 Trajectories go through the journal, weights through versioned safetensors files; nothing listens on a port except a
 trainer's ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to
 each worker, and a worker ends when its driver is gone. How the driver supervises the workers is in `supervisor`;
-`Process` is one worker in a process of its own, seen from its driver.
+`Process` is one worker in a process of its own, seen from its driver. With `--run.mps` the driver first starts a daemon
+of MPS (`mps`) where the workers share a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tba.errors import PartFailed
-from tba.gpus import visible_gpus
+from tba.gpus import VISIBLE_DEVICES, visible_gpus
 from tba.json_input import read_json
+from tba.record.faults import record_fault
 from tba.record.log import tail
-from tba.runtime.devices import environment_of, places, visible_devices
+from tba.record.run_warnings import WITHOUT_MPS
+from tba.runtime.devices import Place, environment_of, places, visible_devices
 from tba.runtime.disk import no_space
 from tba.runtime.local.forkserver import Child, Program, start
 from tba.runtime.local.heartbeat import SilenceWatch, heartbeat_file
+from tba.runtime.local.mps import MpsDaemon, MpsUnavailable, end_left_daemons, mps_daemon
 from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranks.start import STORE
 from tba.runtime.ranks.worker import RankedWorker
@@ -30,9 +34,34 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.supervisor import Driver, Worker, worker_error
 from tba.training.ranks.messages import name_of_rank
 
+_ENDED_BY_MPS = -1000  # in place of the exit code: no signal
+
 
 class Processes(Driver):
     """One run on this machine: `go()` until it is finished, stopped or failed."""
+
+    _mps: MpsDaemon | None = None  # which serves the GPU that trainer and searchers share
+
+    def prepare(self, closers: ExitStack) -> None:
+        super().prepare(closers)
+        places_by_worker = self._places()
+        gpus, searcher_gpus = places_by_worker["trainer"].gpus, [places_by_worker[name].gpus for name in self.searchers]
+        if gpus:
+            end_left_daemons()
+        if not self.recipe.run.mps:
+            return
+        try:
+            if not gpus or gpus not in searcher_gpus:
+                raise MpsUnavailable("trainer and searchers share no GPU")
+            name = environment_of(places_by_worker["trainer"], visible_devices())[VISIBLE_DEVICES]
+            daemon = mps_daemon(name, self.run.path / "logs" / "mps", self.recipe.model.trainer_device.type)
+            self._mps = closers.enter_context(daemon)
+        except MpsUnavailable as error:
+            self._note = f"the run goes on without MPS (--run.mps): {error}"
+            record_fault(self.run.path, WITHOUT_MPS, self._note)
+
+    def _places(self) -> dict[str, Place]:
+        return places(self.recipe, self.searchers, visible_gpus().memory)
 
     def start(self, name: str) -> Worker:
         """Start a worker as a child process; a trainer of several ranks as several processes."""
@@ -43,9 +72,9 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in components if module.startswith("tba.")))
-        place = places(self.recipe, self.searchers, visible_gpus().memory)[name]
-        variables = environment_of(place, visible_devices()) | (environment or {})  # its own GPUs
-        return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads)
+        variables = environment_of(self._places()[name], visible_devices()) | (environment or {})  # its own GPUs
+        mps_variables = {} if self._mps is None else self._mps.environment(name)
+        return Process(name, self.run, self.recipe.run.threads, attempt, variables, loads, mps_variables)
 
     def _ranks(self, attempt: int, closers: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""
@@ -79,6 +108,7 @@ class Process:
     attempt: int = 0
     environment: dict[str, str] = field(default_factory=dict)  # besides the driver's own
     loads: tuple[str, ...] = ()  # modules that its recipe imports
+    mps: Mapping[str, str] = field(default_factory=dict)  # by which it is a client of MPS, until it dies
     process: Child = field(init=False)
     watch: SilenceWatch = field(init=False)
     waits_for_room = has_lost_node = False  # its machine is there
@@ -88,7 +118,7 @@ class Process:
 
     def start(self) -> None:
         variables = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
-        environment = {**os.environ, **variables, **self.environment}
+        environment = {**os.environ, **variables, **self.environment, **self.mps}
         # the worker holds the run's lock for as long as it can write
         lock_descriptors = () if self.run.lock is None else (self.run.lock,)
         self.watch = SilenceWatch(heartbeat_file(self.run.path, self.name))
@@ -98,15 +128,28 @@ class Process:
             self.process = start(program, environment, log.fileno(), lock_descriptors)
 
     def start_again(self) -> None:
-        """Start the process again after its death."""
+        """Start the process again after its death; without MPS, since the death of a client can harm the others."""
         self.kill()
         self.attempt += 1
+        self.mps = {}
+        self.run.error(self.name).unlink(missing_ok=True)  # what an earlier life left
         self.start()
 
     @property
     def code(self) -> int | None:
-        """Returns the exit code, None while the process runs; negative: killed by that signal."""
-        return self.process.poll()
+        """Returns the exit code, None while the process runs; negative: killed by that signal, or by MPS."""
+        code = self.process.poll()
+        return _ENDED_BY_MPS if code == 1 and self.mps and self._has_cuda_error() else code
+
+    def _has_cuda_error(self) -> bool:
+        """Returns whether the process ended with an error of CUDA, such as clients of MPS have after another's fault,
+        or when the daemon is gone.
+        """
+        file = self.run.error(self.name)
+        if not file.exists():
+            return False
+        error = read_json(file, f"its log is {self.log}", kind=str, message=str)
+        return error["kind"] not in ("UserError", "OutOfMemoryError") and "CUDA" in error["message"]
 
     @property
     def description(self) -> str:
@@ -118,7 +161,8 @@ class Process:
 
     @property
     def cause_of_death(self) -> str:
-        return f"was killed by signal {-(self.code or 0)}"
+        code = self.code
+        return "had a CUDA error under MPS" if code == _ENDED_BY_MPS else f"was killed by signal {-(code or 0)}"
 
     @property
     def has_heartbeat(self) -> bool:

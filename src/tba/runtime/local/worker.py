@@ -66,12 +66,10 @@ def run(arguments: Sequence[str]) -> int:
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
-    from tba.runtime.devices import limit_gpu_memory
     from tba.runtime.run_directory import RunDirectory
 
     directory = RunDirectory.open(path)
     set_up_log(path, worker)
-    limit_gpu_memory()
     try:
         _run_part(worker, directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
@@ -104,11 +102,15 @@ def _leave_error(run: RunDirectory, worker: str, error: BaseException) -> int:
 
 def _run_part(worker: str, run: RunDirectory, stop: StopListener) -> None:
     """Run the trainer, one of its further ranks, or a searcher that works on this disk, until it is done."""
-    number = int(worker.partition("-")[2] or 0)
+    from tba.runtime.devices import extend_segments, limit_gpu_memory
+
+    number, recipe = int(worker.partition("-")[2] or 0), run.recipe()
+    extend_segments(recipe, worker)
+    limit_gpu_memory()
     if worker == "trainer":
         from tba.runtime.trainer_loop import run_trainer
 
-        run_trainer(run.recipe(), run, stop)
+        run_trainer(recipe, run, stop)
     elif worker.startswith("trainer-"):
         from tba.runtime.ranks.start import follow
 
@@ -116,7 +118,7 @@ def _run_part(worker: str, run: RunDirectory, stop: StopListener) -> None:
     else:
         from tba.runtime.searcher_loop import NICENESS, run_searcher, start_searching
 
-        recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
+        attempt = int(os.environ.get("TBA_ATTEMPT", "0"))
         os.nice(NICENESS)
         run_searcher(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
 
