@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -50,8 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Copies of a worker do not hold its pipe to pytest-xdist, which learns from the pipe's end that a worker died."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
-            pipe, nowhere = plugin.channel.gateway._io.outfile.fileno(), os.open(os.devnull, os.O_WRONLY)
-            os.register_at_fork(after_in_child=partial(os.dup2, nowhere, pipe))
+            pipe = plugin.channel.gateway._io.outfile.fileno()
+            os.register_at_fork(after_in_child=partial(_release, pipe, os.fstat(pipe)))
+
+
+def _release(descriptor: int, status: os.stat_result) -> None:
+    """Lead a descriptor nowhere, unless it is another file's by now."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(descriptor), status):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def pytest_collection_finish() -> None:
