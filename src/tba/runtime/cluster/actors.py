@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import warnings
 import threading
 import time
 import traceback
@@ -77,7 +78,10 @@ class ExchangeActor:
         self._exchange = Exchange(self._run, recipe, ray.put, ray.get_runtime_context().get_node_id())
         self._visitors = Visitors(self._run, recipe, self._exchange.close_journal)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray warns of a function that its property calls itself
+            is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if is_restarted:
             record_fault(self._run.path, "exchange_restarts", "the gateway on the trainer's machine was restarted")
 
     @ray.method(concurrency_group="journal")
