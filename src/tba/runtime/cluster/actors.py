@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import warnings
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
