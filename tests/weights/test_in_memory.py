@@ -60,6 +60,17 @@ def publish(directory: WeightDirectory | BackgroundPublisher, *steps: int) -> No
         directory.publish(weights_of(step), Version(0, step), Manifest())
 
 
+def kill(directory: WeightDirectory) -> None:
+    """What is left once the publisher's process was killed: the system has freed the lock of its folder."""
+    os.close(directory._memory._folder_lock)
+
+
+def publish_and_kill(path: Path, *steps: int) -> None:
+    directory = WeightDirectory(path, settings=SETTINGS)
+    publish(directory, *steps)
+    kill(directory)
+
+
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that stands for the machine's memory."""
@@ -122,7 +133,7 @@ def test_memory_is_the_default_where_it_has_room_for_all_slots_and_else_the_disk
     caplog.set_level("INFO", "tba.weights")
     size = FileLayout.of(weights_of(0)).size
     monkeypatch.setattr(in_memory, "_SPARE_BYTES", 0)
-    for room, versions_in_memory in ((4 * size, ["0.0.safetensors", "0.1.safetensors"]), (4 * size - 1, [])):
+    for room, versions_in_memory in ((8 * size, ["0.0.safetensors", "0.1.safetensors"]), (8 * size - 1, [])):
         monkeypatch.setattr(in_memory, "free_host_bytes", lambda room=room: room)
         directory = WeightDirectory(path, settings=PublishSettings())
         publish(directory, 0, 1)
@@ -139,7 +150,10 @@ def test_memory_that_is_asked_for_and_has_no_room_is_refused_in_a_sentence_and_o
     publish(WeightDirectory(path, settings=PublishSettings(in_memory=False)), 0)
     assert list(place.iterdir()) == []
     monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 0)
-    with pytest.raises(UserError, match=r"--publish.in-memory: .* 0.00 GB free, .* need .* GB; give a container more"):
+    with pytest.raises(
+        UserError,
+        match=r"--publish.in-memory: the machine's memory has 0.00 GB free, and .* need 0.27 GB; give a container more",
+    ):
         publish(WeightDirectory(path, settings=SETTINGS), 1)
 
 
@@ -290,14 +304,14 @@ def test_memory_that_a_killed_publisher_left_is_freed_by_the_next_one_and_anothe
 ) -> None:
     other, gone = tmp_path / "other", tmp_path / "gone"
     for folder in (path, other, gone):
-        publish(WeightDirectory(folder, settings=SETTINGS), 1, 2)  # never closed
+        publish_and_kill(folder, 1, 2)
     for file in gone.iterdir():
         file.unlink()
     gone.rmdir()
-    publish(WeightDirectory(path, settings=SETTINGS), 3)
+    publish_and_kill(path, 3)
     assert held(place) == ["0.1.safetensors", "0.2.safetensors", "0.2.safetensors", "0.3.safetensors"]
-    publish(WeightDirectory(path, settings=SETTINGS), 4, 5)
-    publish(WeightDirectory(path, settings=SETTINGS), 6)  # nothing links any longer to what the first one wrote
+    publish_and_kill(path, 4, 5)
+    publish_and_kill(path, 6)  # nothing links any longer to what the first one wrote
     assert sorted(held(place)) == sorted(["0.1.safetensors", "0.2.safetensors", "0.5.safetensors", "0.6.safetensors"])
     assert read(other, 2)
 
@@ -328,7 +342,7 @@ def test_a_copy_of_a_run_deletes_nothing_of_the_run_that_it_was_copied_from(
 
 
 def test_a_run_that_was_moved_keeps_what_it_has_in_memory(tmp_path: Path, path: Path, place: Path) -> None:
-    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    publish_and_kill(path, 1, 2)
     moved = path.rename(tmp_path / "moved")
     directory = WeightDirectory(moved, settings=SETTINGS)
     publish(directory, 3)
@@ -338,7 +352,7 @@ def test_a_run_that_was_moved_keeps_what_it_has_in_memory(tmp_path: Path, path: 
 
 
 def test_nothing_stays_in_memory_of_a_killed_run_that_was_resumed_and_has_ended(path: Path, place: Path) -> None:
-    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    publish_and_kill(path, 1, 2)
     resumed = WeightDirectory(path, settings=SETTINGS)
     publish(resumed, 3, 4)
     resumed.close()
