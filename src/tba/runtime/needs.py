@@ -29,7 +29,9 @@ from tba.weights.in_memory import SLOTS
 class Need:
     """Holds what one part needs on its device."""
 
-    part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., weights in memory, replay
+    # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., weights in memory, or
+    # replay
+    part: str
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
     parts: Mapping[str, int]  # bytes
 
@@ -45,8 +47,8 @@ class Need:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """Returns the most that a rank of the trainer, a searcher, its reference, the models of its rewards, published weights that are wanted
-    in the machine's memory, and the replay buffer need; nothing for a model of unknown shape.
+    """Returns the most that a rank of the trainer, a searcher, its reference, the models of its rewards, published
+    weights that are wanted in the machine's memory, and the replay buffer need; nothing for a model of unknown shape.
     """
     bytes_by_part = recipe.model.memory(work_of(recipe))
     if bytes_by_part is None:
