@@ -84,8 +84,9 @@ def publish(directory: WeightDirectory | BackgroundPublisher, *steps: int) -> No
 
 
 def kill(directory: WeightDirectory) -> None:
-    """What is left once the publisher's process was killed: the system has freed the lock of its folder."""
-    os.close(directory._memory._folder_lock)
+    """Leaves what a killed publisher leaves: the system frees its locks on folders in memory."""
+    while directory._memory._folder_locks:
+        os.close(directory._memory._folder_locks.pop())
 
 
 def publish_and_kill(path: Path, *steps: int) -> None:
@@ -357,6 +358,22 @@ def test_a_live_run_keeps_its_memory_although_another_container_does_not_see_its
     kill(same_path)
     publish(WeightDirectory(tmp_path / "new", settings=SETTINGS), 6)  # which sees the path, and no links to 3 and 4
     assert held(place) == ["0.5.safetensors", "0.6.safetensors"]
+
+
+def test_a_resumed_run_has_the_versions_of_the_killed_one_although_another_container_does_not_see_its_folder(
+    tmp_path: Path, path: Path, place: Path
+) -> None:
+    publish_and_kill(path, 1, 2)
+    resumed = WeightDirectory(path, settings=SETTINGS)
+    resumed.clean()
+    path.rename(tmp_path / "elsewhere")
+    publish(WeightDirectory(tmp_path / "other", settings=SETTINGS), 3)
+    assert held(place) == ["0.1.safetensors", "0.2.safetensors", "0.3.safetensors"]
+    (tmp_path / "elsewhere").rename(path)
+    publish(resumed, 4)
+    assert read(path, 2)
+    resumed.close()
+    assert held(place) == ["0.3.safetensors"]
 
 
 def test_of_what_a_killed_run_left_any_publisher_frees_all_but_its_versions(

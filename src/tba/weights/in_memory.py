@@ -4,8 +4,9 @@ They lie in slots (`slots`), which are used again.
 
 Invariant: each process that writes has a folder of its own there, which only its user can read and which names the
 folder that its files belong to. A file there is deleted only for that folder: a copy of a run has links to files of the
-run that it was copied from. The process holds a lock on its folder while it lives, so that nobody removes it, also
-where containers share this memory and see other files. A process forked from it holds this lock too, until it ends.
+run that it was copied from. The process holds a lock on its folder while it lives, and on that of a killed process
+whose versions it took over. So nobody else removes them, also where containers share this memory and see other files. A
+process forked from it holds these locks too, until it ends.
 
 What a killed process left is removed by the next one of the same user that begins or ends: its slots at once, its
 versions once no link leads to them from where they belong. Versions stay until then, and until their run is resumed or
@@ -55,7 +56,7 @@ class InMemory:
         self._register = register
         self._memory_root = MEMORY_ROOT
         self._memory_folder: Path | None = None
-        self._folder_lock: int | None = None  # the descriptor that has the folder's lock
+        self._folder_locks: list[int] = []  # descriptors that have the locks of its folder and of killed publishers'
         self._slots: list[Slot] = []
         self._slot_count = 0  # of all that were made, also of those that are gone
         self._is_restart = False  # a killed publisher of this folder had its versions in memory
@@ -118,10 +119,9 @@ class InMemory:
 
     def _make_slot(self, size: int) -> Slot | None:
         if self._memory_folder is None or not self._memory_folder.is_dir():
-            self._unlock_folder()
             self._memory_folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._memory_root))
-            self._folder_lock = os.open(self._memory_folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._folder_lock, fcntl.LOCK_EX)  # before the mark: nobody touches a folder without one
+            self._folder_locks.append(os.open(self._memory_folder, os.O_RDONLY | os.O_DIRECTORY))
+            fcntl.flock(self._folder_locks[-1], fcntl.LOCK_EX)  # before the mark: nobody touches a folder without one
             (self._memory_folder / _OWNER).symlink_to(self._folder.resolve())
         slot = Slot(self._memory_folder / f"{_SLOT}{self._slot_count + 1}", size, self._register)
         self._slot_count += 1
@@ -187,13 +187,9 @@ class InMemory:
         if self._memory_folder is not None:
             shutil.rmtree(self._memory_folder, ignore_errors=True)
             self._memory_folder = None
-        self._unlock_folder()
+        while self._folder_locks:
+            os.close(self._folder_locks.pop())
         self.remove_leftovers()
-
-    def _unlock_folder(self) -> None:
-        if self._folder_lock is not None:
-            os.close(self._folder_lock)
-            self._folder_lock = None
 
     def remove_leftovers(self) -> None:
         """Remove what killed processes of this user left in memory: all but the versions to which a link leads, from
@@ -212,17 +208,18 @@ class InMemory:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_uid != os.getuid():
                 return
-            targets = {
-                memory_target(file)
-                for linking_folder in {owner, self._folder.resolve()}
-                if linking_folder.is_dir()
-                for file in linking_folder.iterdir()
-            }
-            unlinked = [file for file in folder.iterdir() if file not in targets and file.name != _OWNER]
+            targets, owner_targets = (
+                {memory_target(file) for file in linking_folder.iterdir()} if linking_folder.is_dir() else set()
+                for linking_folder in (self._folder, owner)
+            )
+            unlinked = {file for file in folder.iterdir() if file.name != _OWNER} - targets - owner_targets
             for file in unlinked:
                 file.unlink()
-            if not targets & set(folder.iterdir()):
+            versions = set(folder.iterdir())
+            if not versions & (targets | owner_targets):
                 shutil.rmtree(folder, ignore_errors=True)
+            elif versions & targets:  # this run has them until newer ones come
+                self._folder_locks.append(os.dup(lock))
         finally:
             os.close(lock)
 
