@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lanes import ThreadLane, open_lane
-from tba.device_to_host import HostCopies
+from tba import device_to_host
+from tba.device_to_host import HostCopies, register_with_gpu
 from tba.streaming import write_tensors
 
 
@@ -73,3 +75,16 @@ def test_what_lies_on_the_host_is_not_copied_and_its_readers_are_waited_for() ->
     tensors, copies = {"w": torch.zeros(3)}, HostCopies()
     assert copies.begin_copy(tensors) is tensors
     assert not copies.hold()
+
+
+def test_memory_that_a_gpu_refuses_is_reported_with_the_number_of_its_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = SimpleNamespace(value=304)
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, cudart=lambda: SimpleNamespace(cudaHostRegister=lambda *arguments: error)
+    )
+    monkeypatch.setattr(device_to_host, "torch", SimpleNamespace(cuda=cuda, zeros=lambda *sizes, device: None))
+    assert register_with_gpu(0, 1 << 30, False) is None
+    assert caplog.records[0].getMessage().startswith("1.07 GB of memory are not registered with the GPU: ")
+    assert caplog.records[0].getMessage().endswith("(304)")

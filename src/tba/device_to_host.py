@@ -86,7 +86,7 @@ def register_with_gpu(address: int, size: int, is_read_only: bool) -> Callable[[
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if is_read_only else 0))
     if error.value:
-        log.warning("%.2f GB of memory are not registered with the GPU: %s", size / 1e9, error)
+        log.warning("%.2f GB of memory are not registered with the GPU: %s (%d)", size / 1e9, error, error.value)
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # raises the error that the runtime keeps, which the next kernel would
         return None

@@ -85,3 +85,17 @@ def test_what_is_copied_from_is_held_until_the_copy_is_made() -> None:
     assert dict(staged_weights.items())["a"].tolist() == [0, 0, 0]
     gc.collect()
     assert source() is None
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_is_copied_from_is_given_free_where_loading_fails_or_never_begins(has_begun: bool) -> None:
+    weights = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    source = weakref.ref(weights["a"])
+    staging = Staging(CPU, open_lane())
+    staged_weights = staging.begin_copy(weights)
+    del weights
+    if has_begun:
+        next(iter(staged_weights.items()))
+    del staged_weights
+    gc.collect()
+    assert source() is None

@@ -36,6 +36,7 @@ from tba.runtime.run_directory import RunDirectory
 from tba.runtime.sizing import memory_shortage, places_on, refuse_what_cannot_fit, sizing_flags, unused_gpus
 from tba.settings import find, override
 from tba.training.ranks.messages import RankSettings
+from tba.weights.directory import PublishSettings
 
 GB = 10**9
 SMOL = LlamaConfig(  # SmolLM2-135M
@@ -361,6 +362,17 @@ def test_on_a_cpu_all_parts_share_the_machines_memory(at: Models) -> None:
     assert "the run needs" in sentence
     assert "and this machine has" in sentence
     refuse_what_cannot_fit(recipe, Machine())  # nothing is known of this machine
+
+
+def test_weights_that_are_wanted_in_the_machines_memory_take_four_versions_of_it(at: Models) -> None:
+    recipe = replace(recipe_of("gsm8k", at(RHO)), searchers=3)
+    wanted = replace(recipe, publish=PublishSettings(in_memory=True))
+    version_bytes = disk_use(recipe).version
+    assert by_part(wanted).keys() - by_part(recipe).keys() == {"weights in memory"}
+    assert by_part(wanted)["weights in memory"].total == 4 * version_bytes
+    memory = 4 * version_bytes + by_part(recipe)["replay"].total
+    refuse_what_cannot_fit(wanted, Machine(memory, (80 * GB,) * 4))
+    assert "weights in memory" in refusal(wanted, Machine(memory - 1, (80 * GB,) * 4))
 
 
 def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Models) -> None:

@@ -16,9 +16,10 @@ import torch
 from lanes import open_lane
 from tba.device_to_host import HostCopies
 from tba.errors import UserError
-from tba.protocols import Manifest
+from tba.protocols import Manifest, PublishedWeights
 from tba.streaming import FileLayout, TensorStream
 from tba.types import Version
+from tba.weights import directory as directory_module
 from tba.weights import in_memory, slots
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -49,6 +50,28 @@ tensors = WeightDirectory(Path(sys.argv[1])).newer_than(None).read()
 print("holds", flush=True)
 sys.stdin.read()
 """
+FORKER = """
+import os
+import sys
+from pathlib import Path
+from test_in_memory import SETTINGS, publish
+from tba.types import Version
+from tba.weights import in_memory
+from tba.weights.directory import WeightDirectory
+
+in_memory.MEMORY_ROOT = Path(sys.argv[2])
+publisher = WeightDirectory(Path(sys.argv[1]), settings=SETTINGS)
+publish(publisher, 0)
+published = WeightDirectory(Path(sys.argv[1])).at(Version(0, 0))
+child = os.fork()
+if not child:
+    del published
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+publish(publisher, 1, 2, 3, 4)
+assert (published.read()["a"] == 0).all()
+print("whole")
+"""
 
 
 def weights_of(step: int) -> dict[str, torch.Tensor]:
@@ -58,6 +81,18 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
 def publish(directory: WeightDirectory | BackgroundPublisher, *steps: int) -> None:
     for step in steps:
         directory.publish(weights_of(step), Version(0, step), Manifest())
+
+
+def kill(directory: WeightDirectory) -> None:
+    """Leaves what a killed publisher leaves: the system frees its locks on folders in memory."""
+    while directory._memory._folder_locks:
+        os.close(directory._memory._folder_locks.pop())
+
+
+def publish_and_kill(path: Path, *steps: int) -> None:
+    directory = WeightDirectory(path, settings=SETTINGS)
+    publish(directory, *steps)
+    kill(directory)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +157,7 @@ def test_memory_is_the_default_where_it_has_room_for_all_slots_and_else_the_disk
     caplog.set_level("INFO", "tba.weights")
     size = FileLayout.of(weights_of(0)).size
     monkeypatch.setattr(in_memory, "_SPARE_BYTES", 0)
-    for room, versions_in_memory in ((4 * size, ["0.0.safetensors", "0.1.safetensors"]), (4 * size - 1, [])):
+    for room, versions_in_memory in ((8 * size, ["0.0.safetensors", "0.1.safetensors"]), (8 * size - 1, [])):
         monkeypatch.setattr(in_memory, "free_host_bytes", lambda room=room: room)
         directory = WeightDirectory(path, settings=PublishSettings())
         publish(directory, 0, 1)
@@ -139,7 +174,10 @@ def test_memory_that_is_asked_for_and_has_no_room_is_refused_in_a_sentence_and_o
     publish(WeightDirectory(path, settings=PublishSettings(in_memory=False)), 0)
     assert list(place.iterdir()) == []
     monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 0)
-    with pytest.raises(UserError, match=r"--publish.in-memory: .* 0.00 GB free, .* need .* GB; give a container more"):
+    with pytest.raises(
+        UserError,
+        match=r"--publish.in-memory: the machine's memory has 0.00 GB free, and .* need 0.27 GB; give a container more",
+    ):
         publish(WeightDirectory(path, settings=SETTINGS), 1)
 
 
@@ -290,16 +328,193 @@ def test_memory_that_a_killed_publisher_left_is_freed_by_the_next_one_and_anothe
 ) -> None:
     other, gone = tmp_path / "other", tmp_path / "gone"
     for folder in (path, other, gone):
-        publish(WeightDirectory(folder, settings=SETTINGS), 1, 2)  # never closed
+        publish_and_kill(folder, 1, 2)
     for file in gone.iterdir():
         file.unlink()
     gone.rmdir()
-    publish(WeightDirectory(path, settings=SETTINGS), 3)
+    publish_and_kill(path, 3)
     assert held(place) == ["0.1.safetensors", "0.2.safetensors", "0.2.safetensors", "0.3.safetensors"]
-    publish(WeightDirectory(path, settings=SETTINGS), 4, 5)
-    publish(WeightDirectory(path, settings=SETTINGS), 6)  # nothing links any longer to what the first one wrote
+    publish_and_kill(path, 4, 5)
+    publish_and_kill(path, 6)  # nothing links any longer to what the first one wrote
     assert sorted(held(place)) == sorted(["0.1.safetensors", "0.2.safetensors", "0.5.safetensors", "0.6.safetensors"])
     assert read(other, 2)
+
+
+def test_a_live_run_keeps_its_memory_although_another_container_does_not_see_its_folder(
+    tmp_path: Path, path: Path, place: Path
+) -> None:
+    unseen, same_path = (
+        WeightDirectory(tmp_path / "unseen", settings=SETTINGS),
+        WeightDirectory(path, settings=SETTINGS),
+    )
+    publish(unseen, 1, 2)
+    publish(same_path, 3, 4)
+    (tmp_path / "unseen").rename(tmp_path / "elsewhere")
+    path.rename(tmp_path / "other_container")
+    publish(WeightDirectory(path, settings=SETTINGS), 5)
+    names = ["0.1.safetensors", "0.2.safetensors", "0.3.safetensors", "0.4.safetensors", "0.5.safetensors"]
+    assert held(place) == names
+    kill(unseen)
+    kill(same_path)
+    publish(WeightDirectory(tmp_path / "new", settings=SETTINGS), 6)  # which sees the path, and no links to 3 and 4
+    assert held(place) == ["0.5.safetensors", "0.6.safetensors"]
+
+
+def test_a_resumed_run_has_the_versions_of_the_killed_one_although_another_container_does_not_see_its_folder(
+    tmp_path: Path, path: Path, place: Path
+) -> None:
+    publish_and_kill(path, 1, 2)
+    resumed = WeightDirectory(path, settings=SETTINGS)
+    resumed.clean()
+    path.rename(tmp_path / "elsewhere")
+    publish(WeightDirectory(tmp_path / "other", settings=SETTINGS), 3)
+    assert held(place) == ["0.1.safetensors", "0.2.safetensors", "0.3.safetensors"]
+    (tmp_path / "elsewhere").rename(path)
+    publish(resumed, 4)
+    assert read(path, 2)
+    resumed.close()
+    assert held(place) == ["0.3.safetensors"]
+
+
+def test_of_what_a_killed_run_left_any_publisher_frees_all_but_its_versions(
+    tmp_path: Path, path: Path, place: Path
+) -> None:
+    other = WeightDirectory(tmp_path / "other", settings=SETTINGS)
+    publish(other, 0, 1, 2)  # in three slots
+    memory_folder = other._memory._memory_folder
+    (memory_folder / "0.3.safetensors").hardlink_to(memory_folder / "slot-1")  # killed before it made the link to it
+    kill(other)
+    publish_and_kill(path, 4)
+    assert sorted(file.name for file in memory_folder.iterdir()) == ["0.1.safetensors", "0.2.safetensors", "of"]
+    assert read(tmp_path / "other", 2)
+
+
+@pytest.mark.parametrize("in_memory_setting", [True, None])
+def test_a_restarted_publisher_waits_for_the_room_of_the_versions_before_it(
+    in_memory_setting: bool | None, path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, size = PublishSettings(in_memory=in_memory_setting), FileLayout.of(weights_of(0)).size
+    monkeypatch.setattr(in_memory, "_SPARE_BYTES", 0)
+    publish_and_kill(path, 0, 1)
+    monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 0)
+    restarted = WeightDirectory(path, settings=settings)
+    publish(restarted, 2, 3, 4)  # nothing is free: to the disk, and no error
+    assert held(place) == []
+    monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 4 * size)
+    publish(restarted, 5)
+    assert held(place) == ["0.5.safetensors"]
+
+
+def test_a_restarted_publisher_needs_room_only_beside_the_versions_before_it(
+    path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = FileLayout.of(weights_of(0)).size
+    monkeypatch.setattr(in_memory, "_SPARE_BYTES", 0)
+    publish_and_kill(path, 0, 1)
+    monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 2 * size)
+    publish(WeightDirectory(path, settings=PublishSettings()), 2)
+    assert held(place) == ["0.1.safetensors", "0.2.safetensors"]
+
+
+def test_a_reader_lets_go_of_deleted_files_once_versions_come_by_the_disk(path: Path) -> None:
+    reader, publisher = WeightDirectory(path), WeightDirectory(path, settings=SETTINGS)
+    publish(publisher, 0, 1)
+    for step in (0, 1):
+        reader.at(Version(0, step)).read()
+    assert len(reader._mappings._mappings) == 2
+    publisher.close()
+    assert reader.newer_than(Version(0, 1)) is None
+    assert not reader._mappings._mappings
+
+
+def test_a_process_that_was_forked_from_a_reader_does_not_take_its_lock(path: Path, place: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    words = [sys.executable, "-W", "ignore", "-c", FORKER, str(path), str(place)]
+    forker = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert (forker.stdout, forker.returncode) == ("whole\n", 0), forker.stderr
+
+
+@pytest.mark.parametrize("change", ["pin", "prune"])
+def test_a_version_that_moves_or_goes_while_its_link_is_read_is_no_error(
+    change: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, is_symlink, readlink = WeightDirectory(path, settings=SETTINGS), Path.is_symlink, Path.readlink
+    publish(publisher, 0)
+
+    def act() -> None:
+        monkeypatch.setattr(Path, "is_symlink", is_symlink)
+        monkeypatch.setattr(Path, "readlink", readlink)
+        publisher.pin(Version(0, 0), "reference") if change == "pin" else publish(publisher, 1, 2)
+
+    def look_then_act(file: Path) -> bool:
+        result = is_symlink(file)
+        act()
+        return result
+
+    def act_then_read(file: Path) -> Path:
+        act()
+        return readlink(file)
+
+    monkeypatch.setattr(Path, "is_symlink", look_then_act)
+    monkeypatch.setattr(Path, "readlink", act_then_read)
+    published = WeightDirectory(path).find(Version(0, 0))
+    assert (published is None) == (change == "prune")
+    assert published is None or torch.equal(published.read()["a"], weights_of(0)["a"])
+
+
+def test_a_version_in_the_memory_of_another_user_is_refused_in_a_sentence(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(WeightDirectory(path, settings=SETTINGS), 0)
+
+    def refuse(target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(target))
+
+    monkeypatch.setattr(directory_module, "ReadLock", refuse)
+    with pytest.raises(UserError, match=r"only the user of the trainer can read: .* --publish.no-in-memory"):
+        WeightDirectory(path).newer_than(None)
+
+
+def test_each_reason_for_the_disk_is_said_once(
+    path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tba.weights")
+    publisher, reader = WeightDirectory(path, settings=SETTINGS), WeightDirectory(path)
+    opened: list[PublishedWeights] = []
+    for step in range(8):
+        publish(publisher, step)
+        opened.append(reader.at(Version(0, step)))
+    publish(publisher, 8, 9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "weights are written to the disk: 8 versions in memory are all published or still being read"
+    ]
+    for file in place.glob("*/slot-*"):
+        file.unlink()
+    monkeypatch.setattr(in_memory, "free_host_bytes", lambda: 0)
+    publish(publisher, 10, 11)
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        "weights are written to the disk: the machine's memory has 0.00 GB free, and weights in memory need 0.27 GB"
+    ]
+
+
+@pytest.mark.parametrize("is_wanted", [True, None])
+def test_memory_that_takes_no_file_at_the_start_is_refused_or_not_tried_again(
+    is_wanted: bool | None, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tba.weights")
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slots.os, "posix_fallocate", refuse)
+    directory = WeightDirectory(path, settings=PublishSettings(in_memory=is_wanted))
+    if is_wanted:
+        with pytest.raises(UserError, match=r"--publish.in-memory: .* takes no file \(.*No space left"):
+            publish(directory, 0)
+    else:
+        publish(directory, 0, 1)
+        assert [r.getMessage().startswith("weights are written to the disk") for r in caplog.records] == [True]
+        assert read(path, 1)
 
 
 @pytest.mark.parametrize("disturb", ["clean", "publish", "close"])
@@ -328,7 +543,7 @@ def test_a_copy_of_a_run_deletes_nothing_of_the_run_that_it_was_copied_from(
 
 
 def test_a_run_that_was_moved_keeps_what_it_has_in_memory(tmp_path: Path, path: Path, place: Path) -> None:
-    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    publish_and_kill(path, 1, 2)
     moved = path.rename(tmp_path / "moved")
     directory = WeightDirectory(moved, settings=SETTINGS)
     publish(directory, 3)
@@ -338,7 +553,7 @@ def test_a_run_that_was_moved_keeps_what_it_has_in_memory(tmp_path: Path, path: 
 
 
 def test_nothing_stays_in_memory_of_a_killed_run_that_was_resumed_and_has_ended(path: Path, place: Path) -> None:
-    publish(WeightDirectory(path, settings=SETTINGS), 1, 2)  # and is killed
+    publish_and_kill(path, 1, 2)
     resumed = WeightDirectory(path, settings=SETTINGS)
     publish(resumed, 3, 4)
     resumed.close()

@@ -1,20 +1,22 @@
 """Newer weights on the engine's device before they are loaded: copied beside what the device computes.
 
-Invariant: the copy is made on a lane of its own, and only loading waits for it, on the device and not on the host. So
-decoding goes on while weights come from the host, and replacing them is a copy within the device's memory. What is
-copied from is held until the copy is made, since its memory takes another version once nobody holds it. Where the
-device's memory has no room for a second copy beside all that this process has needed at once, and on a host, whose
-engine reads them in place, nothing is staged.
+Invariant: the copy is made on a lane of its own, and only loading waits for it. So decoding goes on while weights come
+from the host, and replacing them is a copy within the device's memory. The device waits for the copy before it loads.
+The host waits for it once it has told the device all of the loading, or when staged weights are dropped: what is copied
+from is held until then, since its memory takes another version once nobody holds it. Where the device's memory has no
+room for a second copy beside all that this process has needed at once, and on a host, whose engine reads them in place,
+nothing is staged.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from tba.device_to_host import CudaStream, Lane, WorkPoint
+from tba.device_to_host import CudaStream, Lane
 from tba.gpus import free_gpu_bytes
 from tba.streaming import TensorStream, bytes_of, shapes_of
 
@@ -42,7 +44,7 @@ class Staging:
         """lane: copies to the device; None: a stream of a GPU."""
         self._device, self._free_bytes = device, free_bytes
         self._lane = CudaStream(device) if lane is None and device.type == "cuda" else lane
-        self._source: tuple[WorkPoint, Mapping[str, Tensor]] | None = None  # of the last copy, until it is made
+        self._end_copy: Callable[[], None] = lambda: None  # of the last copy
 
     def begin_copy(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the weights as tensors on the device, whose `items()` make the device wait for them, or the weights
@@ -59,7 +61,15 @@ class Staging:
 
         self._end_copy()
         point = self._lane.run(copy)
-        self._source = (point, weights)
+        sources = [weights]  # until the copy is made
+
+        def end_copy() -> None:
+            """Wait until the copy is made, and give its source free, which may be memory that is then written anew."""
+            if sources:
+                point.wait()
+                sources.clear()
+
+        self._end_copy = end_copy
 
         def items() -> Iterator[tuple[str, Tensor]]:
             point.hold()
@@ -69,13 +79,9 @@ class Staging:
                 if tensor.is_cuda:  # made on another stream, which must not give its memory away before it is read
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
                 yield name, tensor
-            self._end_copy()
+            end_copy()
 
         meta_tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in shapes_of(weights).items()}
-        return TensorStream(meta_tensors, items)
-
-    def _end_copy(self) -> None:
-        """Wait until the last copy is made, and give its source free, which may be memory that is then written anew."""
-        source, self._source = self._source, None
-        if source is not None:
-            source[0].wait()
+        stream = TensorStream(meta_tensors, items)
+        weakref.finalize(stream, end_copy).atexit = False  # where loading fails, or they are never loaded
+        return stream

@@ -22,13 +22,16 @@ from tba.protocols import (
 from tba.recipe import Recipe
 from tba.record.text import size
 from tba.runtime.teaching import loads_reference, scorers_of
+from tba.weights.in_memory import SLOTS
 
 
 @dataclass(frozen=True)
 class Need:
     """Holds what one part needs on its device."""
 
-    part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., or replay
+    # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., weights in memory, or
+    # replay
+    part: str
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
     parts: Mapping[str, int]  # bytes
 
@@ -44,8 +47,8 @@ class Need:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """Returns the most that a rank of the trainer, a searcher, its reference, the models of its rewards and the replay
-    buffer need; nothing for a model of unknown shape.
+    """Returns the most that a rank of the trainer, a searcher, its reference, the models of its rewards, published
+    weights that are wanted in the machine's memory, and the replay buffer need; nothing for a model of unknown shape.
     """
     bytes_by_part = recipe.model.memory(work_of(recipe))
     if bytes_by_part is None:
@@ -64,6 +67,9 @@ def needs(recipe: Recipe) -> list[Need]:
     result += [Need("host", "cpu", bytes_by_part["host"])] if bytes_by_part["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         result += [Need(f"rewards on {place}", place, parts) for place, parts in recipe.task.memory().items()]
+    if recipe.publish.in_memory:
+        version_bytes = sum(bytes_by_part["weights"].values())
+        result.append(Need("weights in memory", "cpu", {"versions": SLOTS * version_bytes}))
     return [*result, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
 
 

@@ -417,7 +417,8 @@ class _HostLoad:
         """Returns the half that needs most of the memory where that is too little, and a sentence. need_of: bytes of
         each part.
         """
-        copies = {"trainer": self.ranks, "host": self.ranks, "replay": int(self.has_replay)}
+        has_replay = int(self.has_replay)
+        copies = {"trainer": self.ranks, "host": self.ranks, "replay": has_replay, "weights in memory": has_replay}
         bytes_by_part = {part: n * copies.get(part, self.searchers) for part, n in need_of.items()}
         needed_bytes = sum(bytes_by_part.values())
         if self.memory is None or needed_bytes <= self.memory:

@@ -54,9 +54,7 @@ class PublishSettings:
     """Sets how weights are written for searchers. It does not affect checkpoints."""
 
     full_version_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
-    in_memory: bool | None = (
-        None  # versions lie in /dev/shm until they are pinned or the run ends; None: where it has room
-    )
+    in_memory: bool | None = None  # versions lie in /dev/shm until pinned or the run's end; None: where it has room
 
     def __post_init__(self) -> None:
         if self.full_version_every < 1:
@@ -180,6 +178,7 @@ class WeightDirectory:
 
         Raises `UserError` when its files are damaged.
         """
+        self._mappings.forget_deleted()  # also where no newer version comes, or comes by the disk
         # terminates: a version is only pruned after a newer one came, and publishing takes longer than reading
         while True:
             newest = self.newest()
@@ -220,8 +219,9 @@ class WeightDirectory:
     def find(self, version: Version) -> PublishedWeights | None:
         """Returns that version with its tensors mapped, None when it is not (or no longer) there.
 
-        Raises `UserError` when its files are damaged.
+        Raises `UserError` when its files are damaged, or in memory that only another user can read.
         """
+        self._mappings.forget_deleted()
         manifest_path, tensors_path = self._path_of(version, MANIFEST), self.file(version)
         target = memory_target(tensors_path)
         try:
@@ -232,6 +232,11 @@ class WeightDirectory:
             tensors = safetensors.safe_open(tensors_path, framework="pt")
             base = None if facts.base is None else safetensors.safe_open(self.file(facts.base), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            if target is not None and isinstance(error, PermissionError):
+                raise UserError(
+                    f"version {version} in {self.path} lies in memory that only the user of the trainer can read: "
+                    "read it as that user, or train with --publish.no-in-memory"
+                ) from error
             if target is not None and memory_target(tensors_path) is None and tensors_path.exists():
                 return self.find(version)  # it was brought to the disk meanwhile
             if manifest_path.exists() and not is_lost(tensors_path):

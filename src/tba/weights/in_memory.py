@@ -4,13 +4,20 @@ They lie in slots (`slots`), which are used again.
 
 Invariant: each process that writes has a folder of its own there, which only its user can read and which names the
 folder that its files belong to. A file there is deleted only for that folder: a copy of a run has links to files of the
-run that it was copied from. What a killed process left is removed by the next one that begins or ends, once no link
-leads to it. Where the memory is emptied (by a restart of the machine, or by hand) a link leads nowhere, and its file is
-gone.
+run that it was copied from. The process holds a lock on its folder while it lives, and on that of a killed process
+whose versions it took over. So nobody else removes them, also where containers share this memory and see other files. A
+process forked from it holds these locks too, until it ends.
+
+What a killed process left is removed by the next one of the same user that begins or ends: its slots at once, its
+versions once no link leads to them from where they belong. Versions stay until then, and until their run is resumed or
+its folder deleted; where their folder cannot be seen, as in another container, they are removed too, and that run
+publishes anew when it is resumed. Where the memory is emptied (by a restart of the machine, or by hand) a link leads
+nowhere, and its file is gone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -49,10 +56,12 @@ class InMemory:
         self._register = register
         self._memory_root = MEMORY_ROOT
         self._memory_folder: Path | None = None
+        self._folder_locks: list[int] = []  # descriptors that have the locks of its folder and of killed publishers'
         self._slots: list[Slot] = []
         self._slot_count = 0  # of all that were made, also of those that are gone
+        self._is_restart = False  # a killed publisher of this folder had its versions in memory
         self._reserved_slot: Slot | None = None  # locked, for the next version
-        self._was_refused = False
+        self._logged_refusals: set[str] = set()
 
     def reserve(self, layout: FileLayout) -> Mapping[str, Tensor] | None:
         """Returns the places of the next version's tensors in memory; None where it is written to the disk."""
@@ -95,49 +104,78 @@ class InMemory:
             if is_free or not slot.is_there:  # of another size, or deleted by another program
                 self._slots.remove(slot)
                 slot.close()
-        if self._memory_folder is None:
-            self.remove_leftovers()
-        needed_bytes = (size if self._memory_folder else SLOTS * size) + _SPARE_BYTES
-        free_bytes = self._free_bytes()
-        if free_bytes < needed_bytes or len(self._slots) >= 2 * SLOTS:
-            self._refuse(needed_bytes, free_bytes)
+        if len(self._slots) >= 2 * SLOTS:
+            self._refuse("slots", f"{len(self._slots)} versions in memory are all published or still being read")
+            return None
+        shortage = self._shortage(size)
+        if shortage is not None:
+            self._refuse("room", shortage)
             return None
         try:
             return self._make_slot(size)
         except OSError as error:  # somebody else took the room meanwhile
-            log.warning("a version of the weights is written to the disk: %s", error)
+            self._refuse("error", f"{self._memory_root} takes no file ({error})")
             return None
 
     def _make_slot(self, size: int) -> Slot | None:
         if self._memory_folder is None or not self._memory_folder.is_dir():
             self._memory_folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._memory_root))
+            self._folder_locks.append(os.open(self._memory_folder, os.O_RDONLY | os.O_DIRECTORY))
+            fcntl.flock(self._folder_locks[-1], fcntl.LOCK_EX)  # before the mark: nobody touches a folder without one
             (self._memory_folder / _OWNER).symlink_to(self._folder.resolve())
+        slot = Slot(self._memory_folder / f"{_SLOT}{self._slot_count + 1}", size, self._register)
         self._slot_count += 1
-        slot = Slot(self._memory_folder / f"{_SLOT}{self._slot_count}", size, self._register)
         self._slots.append(slot)
         return slot if slot.lock() else None
 
-    def _free_bytes(self) -> int:
-        if not self._memory_root.is_dir():
-            return 0
-        file_bytes, host_bytes = shutil.disk_usage(self._memory_root).free, free_host_bytes()
-        return file_bytes if host_bytes is None else min(file_bytes, host_bytes)
-
-    def _refuse(self, needed_bytes: int, free_bytes: int) -> None:
-        """Say once that versions are written to the disk; from the start on they then all are."""
-        text = (
-            f"{self._memory_root} and the machine's memory have {free_bytes / 1e9:.2f} GB free, and weights in memory "
-            f"need {needed_bytes / 1e9:.2f} GB"
+    def _shortage(self, size: int) -> str | None:
+        """Returns what has too little room for one more slot (at the start: for all of them), as a sentence."""
+        needed_bytes = size
+        if not self._slot_count:
+            self.remove_leftovers()
+            leftover_bytes = self._leftover_bytes()
+            self._is_restart |= leftover_bytes > 0
+            needed_bytes = max(size, SLOTS * size - leftover_bytes)
+        needed_bytes += _SPARE_BYTES
+        # workers that have not begun yet need memory too, beside which `runtime.needs` counts the slots that are wanted
+        host_share = 2 if self._is_start and self._is_wanted is None else 1
+        file_bytes = shutil.disk_usage(self._memory_root).free if self._memory_root.is_dir() else 0
+        rooms = (
+            (self._memory_root, file_bytes, needed_bytes),
+            ("the machine's memory", free_host_bytes(), host_share * needed_bytes),
         )
-        if self._memory_folder is None and self._is_wanted:
+        for place, free_bytes, least_bytes in rooms:
+            if free_bytes is not None and free_bytes < least_bytes:
+                free, least = f"{free_bytes / 1e9:.2f} GB", f"{least_bytes / 1e9:.2f} GB"
+                return f"{place} has {free} free, and weights in memory need {least}"
+        return None
+
+    def _leftover_bytes(self) -> int:
+        """Returns the bytes in memory of versions that a killed publisher of this folder left, which are freed as newer
+        ones come.
+        """
+        targets = [target for file in self._folder.iterdir() if (target := memory_target(file)) is not None]
+        return sum(t.stat().st_size for t in targets if _belongs_to(t, self._folder) and t.exists())
+
+    @property
+    def _is_start(self) -> bool:
+        """Returns whether no version of this run has been in memory."""
+        return not self._slot_count and not self._is_restart
+
+    def _refuse(self, kind: str, text: str) -> None:
+        """Say once for each kind that versions are written to the disk; from the start on they then all are.
+
+        Raises `UserError` instead when memory is wanted, and this is the start.
+        """
+        if self._is_start and self._is_wanted:
             raise UserError(
                 f"--publish.in-memory: {text}; give a container more by --shm-size, or leave this setting out"
             )
-        if self._memory_folder is None:
+        if self._is_start:
             self._is_wanted = False
-        if not self._was_refused:
+        if kind not in self._logged_refusals:
             log.info("weights are written to the disk: %s", text)
-        self._was_refused = True
+        self._logged_refusals.add(kind)
 
     def close(self) -> None:
         """Remove the folder in memory with what is in it, and those of killed processes that nothing needs any more."""
@@ -145,32 +183,52 @@ class InMemory:
             slot.close()
         self._slots.clear()
         self._reserved_slot = None
+        self._slot_count = 0
         if self._memory_folder is not None:
             shutil.rmtree(self._memory_folder, ignore_errors=True)
             self._memory_folder = None
+        while self._folder_locks:
+            os.close(self._folder_locks.pop())
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes of this user left in memory: files of folders that are gone, and files of this
-        folder to which no link leads. Only the folder's publisher may call this.
+        """Remove what killed processes of this user left in memory: all but the versions to which a link leads, from
+        the folder that they belong to or from this one. Only the folder's publisher may call this.
         """
-        published_folder = self._folder.resolve()
-        linked_folders = {file.readlink().parent for file in published_folder.iterdir() if file.is_symlink()}
         for folder in self._memory_root.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                owner = (folder / _OWNER).readlink()
-                is_needed = folder in linked_folders or (owner != published_folder and owner.is_dir())
-                if folder.lstat().st_uid == os.getuid() and folder != self._memory_folder:
-                    if not is_needed:
-                        shutil.rmtree(folder, ignore_errors=True)
-                    elif owner == published_folder:  # of its slots only those that hold a version
-                        for slot_file in folder.glob(f"{_SLOT}*"):
-                            slot_file.unlink()
+            if folder != self._memory_folder:
+                with suppress(OSError):  # it is locked, another user's, or gone
+                    self._remove_unlinked(folder)
+
+    def _remove_unlinked(self, folder: Path) -> None:
+        """Raises `OSError` where another process has the folder."""
+        owner = (folder / _OWNER).readlink()
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_uid != os.getuid():
+                return
+            targets, owner_targets = (
+                {memory_target(file) for file in linking_folder.iterdir()} if linking_folder.is_dir() else set()
+                for linking_folder in (self._folder, owner)
+            )
+            unlinked = {file for file in folder.iterdir() if file.name != _OWNER} - targets - owner_targets
+            for file in unlinked:
+                file.unlink()
+            versions = set(folder.iterdir())
+            if not versions & (targets | owner_targets):
+                shutil.rmtree(folder, ignore_errors=True)
+            elif versions & targets:  # this run has them until newer ones come
+                self._folder_locks.append(os.dup(lock))
+        finally:
+            os.close(lock)
 
 
 def is_lost(path: Path) -> bool:
     """Returns whether `path` is a link to a file that was in memory and is gone."""
-    return memory_target(path) is not None and not path.exists()
+    target = memory_target(path)
+    # the link is looked at again, since a file that is pruned or moved to the disk loses its link first
+    return target is not None and not target.exists() and memory_target(path) == target
 
 
 def remove(path: Path) -> None:
@@ -201,8 +259,11 @@ def bring_to_disk(path: Path) -> None:
 
 def memory_target(path: Path) -> Path | None:
     """Returns the file in memory that a link leads to; any other link is none of ours, and nothing of it is touched."""
-    target = path.readlink() if path.is_symlink() else None
-    return target if target is not None and target.parent.name.startswith(_PREFIX) else None
+    try:
+        target = path.readlink()
+    except OSError:  # no link, or gone meanwhile
+        return None
+    return target if target.parent.name.startswith(_PREFIX) else None
 
 
 def _belongs_to(target: Path, folder: Path) -> bool:

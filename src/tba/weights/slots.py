@@ -92,7 +92,7 @@ class ReadLock:
         except OSError:
             os.close(self.descriptor)
             raise
-        weakref.finalize(self, _unlock, self.descriptor).atexit = False
+        weakref.finalize(self, _unlock, self.descriptor, os.getpid()).atexit = False
 
 
 class _Mapping:
@@ -116,17 +116,21 @@ class SlotMappings:
 
     def map(self, lock: ReadLock) -> FlatBytes:
         """Returns all bytes of a locked slot, which stays locked until these and what is made of them are gone."""
-        for key, mapping in list(self._mappings.items()):
-            if not os.fstat(mapping.descriptor).st_nlink:
-                del self._mappings[key]
+        self.forget_deleted()
         status = os.fstat(lock.descriptor)
         key = (status.st_dev, status.st_ino)
-        if key not in self._mappings:
-            self._mappings[key] = _Mapping(lock, self._register)
-        mapping = self._mappings[key]
+        mapping = self._mappings.get(key)
+        if mapping is None:
+            mapping = self._mappings[key] = _Mapping(lock, self._register)
         content = np.frombuffer(mapping.memory, np.uint8)  # that every part of it, as an array or a tensor, refers to
         weakref.finalize(content, _hold, lock, mapping).atexit = False
         return content
+
+    def forget_deleted(self) -> None:
+        """Ends the mappings of deleted slots, once nobody reads these; else their memory would not become free."""
+        for key, mapping in list(self._mappings.items()):
+            if not os.fstat(mapping.descriptor).st_nlink:
+                self._mappings.pop(key, None)  # another thread may do the same
 
 
 def copy_version(path: Path, copy: Path) -> None:
@@ -137,8 +141,9 @@ def copy_version(path: Path, copy: Path) -> None:
     os.truncate(copy, 8 + len(header.encode()) + len(content))
 
 
-def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process that was forked has the descriptor still
+def _unlock(descriptor: int, process: int) -> None:
+    if os.getpid() == process:  # a forked process shares the lock, and must not take it from the one that reads
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked process has the descriptor still
     os.close(descriptor)
 
 
