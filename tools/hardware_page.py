@@ -67,9 +67,10 @@ measurements. `python tools/hardware_page.py` makes this page, and a test keeps 
 
 ## What fits on one GPU
 
-Trainer and searcher share the GPU. The searcher, with engine and reference, gets what it needs and {slack:.0%} more, at
-least 2 GiB more. The trainer gets the rest of {usable:.0%} of the memory. Where vLLM may sample it is the other way
-round, because vLLM makes a larger cache of the rest. CUDA and the driver have the other {rest:.0%}.
+Trainer and searcher share the GPU. The searcher has engine and reference. Each half gets what it needs. Of what is left
+of {usable:.0%} of the memory the trainer gets {slack:.0%} of its need, at least 2 GiB, then the searcher as much of its
+own, then the trainer the rest. Where vLLM may sample the searcher gets the rest, because vLLM makes a larger cache of
+it. CUDA and the driver have the other {rest:.0%}.
 
 The table is for `tba train gsm8k`, with prompts and answers of up to 512 tokens each, Qwen2.5's shapes, bfloat16 and
 the transformers engine. A cell has three figures: the largest `--max-tokens-per-pass` that fits, and the GB of trainer

@@ -60,7 +60,7 @@ With `--run.mps` both halves on one card are clients of a daemon that the run st
   20 s, or if the card does not permit it (by its compute mode, a divided card, a container), the run goes on without
   MPS. The status and `faults.jsonl` (`without_mps`) say why.
 - *A worker that dies*, or that has a CUDA error, starts again without MPS, because the death of a client can harm the
-  others.
+  others. On a card in the mode *exclusive process* it cannot, and the run ends; `tba resume` continues it.
 - *Nothing stays.* The daemon ends with the run. If the run's driver was killed, the next run on a GPU ends its daemon.
 - *Logs* of the daemon are in `logs/mps` of the run.
 

@@ -986,6 +986,11 @@ class HasGeneration(Protocol):
 
     generation: GenerationSettings
 
+
+@runtime_checkable
+class ChoosesEngine(Protocol):
+    """A model that chooses its engine by what is to be sampled."""
+
     def may_use_vllm(self, longest_prompt: int) -> bool:
         """Returns whether answers may be sampled by vLLM. The model has to be `prepared`."""
 

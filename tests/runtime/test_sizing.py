@@ -252,9 +252,11 @@ def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(at: 
     assert slots(replace(rho, group_size=4), 141) == 64
     assert slots(replace(rho, group_size=100), 141, 141) == 256
     assert slots(replace(rho, runtime="inline", searchers=None), 141) == 144
-    need = {part: part_need.total for part, part_need in by_part(seven).items()}  # with 64 slots
-    small_card = int((need["searcher"] + need["reference"]) / USABLE / GB)
-    assert 32 <= slots(seven, 400, small_card) < 64
+    # the reference leaves a searcher's card before the slots fall below the default
+    assert all(slots(seven, 400, gigabytes) >= 64 for gigabytes in range(34, 48, 2))
+    need = by_part(seven)["searcher"].total  # with 64 slots
+    small_card = int(need / USABLE / GB)
+    assert 32 <= slots(replace(seven, reference_scorer="trainer"), 400, small_card) < 64
     full_card = with_open_slots(RHO, gradient_checkpointing=None)
     assert slots(full_card, 36) == 64  # where trained activations are recomputed, no more than the default
     on_cpu = with_open_slots(RHO, device="cpu")

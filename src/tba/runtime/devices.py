@@ -23,7 +23,7 @@ import torch
 
 from tba.errors import UserError
 from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, visible_gpus
-from tba.protocols import HasGeneration
+from tba.protocols import ChoosesEngine, HasGeneration
 from tba.recipe import Recipe
 from tba.runtime.needs import longest_prompt, needs, with_checkpointing
 from tba.training.ranks.messages import name_of_rank
@@ -176,7 +176,7 @@ def visible_devices() -> str | None:
 def may_use_vllm(recipe: Recipe) -> bool:
     """Returns whether vLLM may sample, or another engine that nobody knows."""
     model = recipe.model
-    return not isinstance(model, HasGeneration) or model.may_use_vllm(longest_prompt(recipe))
+    return not isinstance(model, ChoosesEngine) or model.may_use_vllm(longest_prompt(recipe))
 
 
 @contextmanager
@@ -188,11 +188,13 @@ def searcher_share(recipe: Recipe) -> Iterator[None]:
     if not any(gpus):
         yield
         return
+    names = {GPU_SHARE, *_ALLOCATOR_SETTINGS} - set(os.environ)
     os.environ[GPU_SHARE] = f"{USABLE - _trainer_share(recipe, gpus[0], 1):.4f}"
     try:
         yield
     finally:
-        del os.environ[GPU_SHARE]
+        for name in names:  # a later run of this process has its own
+            os.environ.pop(name, None)
 
 
 def extend_segments(recipe: Recipe, worker: str) -> None:

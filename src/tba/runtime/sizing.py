@@ -79,19 +79,26 @@ def device_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
 
 
 def sizing_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
-    """Returns the flags for what the recipe leaves open: numbers of ranks and searchers, whether several ranks
+    """Returns the flags for what the recipe leaves open: numbers of ranks, searchers and slots, whether several ranks
     checkpoint gradients, over how many GPUs an engine of vLLM is spread, and whether the trainer scores answers under
-    the reference; none without GPUs.
+    the reference, which it does where searchers else lack memory for the default number of slots; none without GPUs.
     """
     flags, scoring_recipe = _count_flags(recipe, hardware), with_trainer_scores(recipe)
     if not flags or scoring_recipe is None:
         return flags
-    shortage = memory_shortage(override(recipe, flags, "", recorded=True), hardware)
-    if shortage is None or shortage[0] != "searcher":
+    sized_recipe = override(recipe, flags, "", recorded=True)
+    shortage = memory_shortage(sized_recipe, hardware)
+    has_few_slots = _slot_count(sized_recipe) < _slot_count(recipe)
+    if not has_few_slots and (shortage is None or shortage[0] != "searcher"):
         return flags
     scoring_flags = [*_TRAINER_SCORES, *_count_flags(scoring_recipe, hardware)]
-    fits = memory_shortage(override(recipe, scoring_flags, "", recorded=True), hardware) is None
-    return scoring_flags if fits else flags
+    scoring_recipe = override(recipe, scoring_flags, "", recorded=True)
+    is_better = shortage is not None or _slot_count(scoring_recipe) > _slot_count(sized_recipe)
+    return scoring_flags if is_better and memory_shortage(scoring_recipe, hardware) is None else flags
+
+
+def _slot_count(recipe: Recipe) -> int:
+    return recipe.model.generation.slot_count if isinstance(recipe.model, HasGeneration) else 0
 
 
 def _count_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
@@ -158,7 +165,7 @@ def _tensor_parallel_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
 
 def _slot_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     """Returns the flag for the slots of an engine of ours, where the recipe leaves them open; none where even few do
-    not fit. More than the default are taken only where each half has its slack, and no checkpointing is needed.
+    not fit. More than the default are taken only where 15 % more than all needs fits, and no checkpointing.
     """
     model = recipe.model
     if not isinstance(model, HasGeneration) or model.generation.slots is not None or may_use_vllm(recipe):

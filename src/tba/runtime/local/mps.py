@@ -5,8 +5,8 @@ The daemon is the run's own: its clients find it through a folder, which nobody 
 temporary directory, because the path of a socket is short; its logs are in the run's.
 
 Invariants: a daemon has taken a kernel of a client before a worker is sent to it; one that cannot be had is a reason in
-words. No daemon outlives its run for long: the run's driver holds a lock on the folder, and the next driver that starts
-a daemon on this machine ends those whose lock nobody holds, because their drivers were killed.
+words. No daemon outlives its run for long: the run's driver holds a lock on the folder, and the next run on a GPU ends
+the daemons whose lock nobody holds, because their drivers were killed.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def run(arguments: Sequence[str]) -> int:
     """Compute something on a device, as a client's process; returns its exit code."""
     import torch
 
+    signal.alarm(int(PROBE_SECONDS))  # ends it although its driver was killed
     torch.ones(1, device=arguments[0]).add_(1).item()
     return 0
 

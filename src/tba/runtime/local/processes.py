@@ -131,6 +131,8 @@ class Process:
         """Start the process again after its death; without MPS, since the death of a client can harm the others."""
         self.kill()
         self.attempt += 1
+        if self.mps:
+            record_fault(self.run.path, WITHOUT_MPS, f"{self.name} goes on without MPS")
         self.mps = {}
         self.run.error(self.name).unlink(missing_ok=True)  # what an earlier life left
         self.start()
