@@ -308,7 +308,10 @@ def _serve(channel: socket.socket) -> int:
                     os.read(wake_reader, 4096)
                     _reap(channel, children)
                     continue
-                block, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, _DESCRIPTORS)
+                try:
+                    block, descriptors, _, _ = socket.recv_fds(channel, MESSAGE, _DESCRIPTORS)
+                except ConnectionResetError:  # the driver was killed with an answer unread
+                    return 0
                 if not block:
                     return 0
                 order = json.loads(block)
