@@ -106,7 +106,7 @@ def test_prompts_that_attend_in_one_call_give_the_same_answers(family: str, monk
     """As on a GPU, by the attention that the trainer has; on a CPU its stand-in."""
     prompts = ragged_prompts(3, 9, 1, 9, 12, 3)
     completions = generate(engine_of(build(family)), prompts, 4, Sampling(), np.random.default_rng(0))
-    monkeypatch.setattr(slots, "_has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(slots, "takes_flash", lambda *_: True)
     calls = []
     forward = Attention.forward
     monkeypatch.setattr(Attention, "forward", lambda *arguments: calls.append(1) or forward(*arguments))

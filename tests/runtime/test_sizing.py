@@ -117,8 +117,8 @@ def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -
 
 def test_a_searcher_whose_environments_take_their_time_has_room_for_what_is_parked(at: Models) -> None:
     def parked(*flags: str, recipe: str = "guess_number") -> int:
-        given = override(recipe_of(recipe, at(SMOL), "cpu"), list(flags), "", recorded=True)
-        return by_part(given)["searcher"].parts.get("parked keys and values", 0)
+        sized_recipe = override(recipe_of(recipe, at(SMOL), "cpu"), list(flags), "", recorded=True)
+        return by_part(sized_recipe)["searcher"].parts.get("parked keys and values", 0)
 
     slots = by_part(recipe_of("guess_number", at(SMOL), "cpu"))["searcher"].parts["keys and values"]
     assert parked() == slots
@@ -261,8 +261,8 @@ def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(at: 
     assert slots(full_card, 36) == 64  # where trained activations are recomputed, no more than the default
     on_cpu = with_open_slots(RHO, device="cpu")
     assert decided(on_cpu, machine()) == on_cpu
-    given = recipe_of("gsm8k", at(RHO))
-    assert slots(given, 141) == 72
+    recipe_with_slots = recipe_of("gsm8k", at(RHO))
+    assert slots(recipe_with_slots, 141) == 72
     by_vllm = override(rho, ["--model.generation.engine", "vllm"], "")
     assert slots(by_vllm, 141) == 64
 
@@ -366,15 +366,15 @@ def test_on_a_cpu_all_parts_share_the_machines_memory(at: Models) -> None:
     refuse_what_cannot_fit(recipe, Machine())  # nothing is known of this machine
 
 
-def test_weights_that_are_wanted_in_the_machines_memory_take_four_versions_of_it(at: Models) -> None:
+def test_weights_that_are_recipe_in_memory_in_the_machines_memory_take_four_versions_of_it(at: Models) -> None:
     recipe = replace(recipe_of("gsm8k", at(RHO)), searchers=3)
-    wanted = replace(recipe, publish=PublishSettings(in_memory=True))
+    recipe_in_memory = replace(recipe, publish=PublishSettings(in_memory=True))
     version_bytes = disk_use(recipe).version
-    assert by_part(wanted).keys() - by_part(recipe).keys() == {"weights in memory"}
-    assert by_part(wanted)["weights in memory"].total == 4 * version_bytes
+    assert by_part(recipe_in_memory).keys() - by_part(recipe).keys() == {"weights in memory"}
+    assert by_part(recipe_in_memory)["weights in memory"].total == 4 * version_bytes
     memory = 4 * version_bytes + by_part(recipe)["replay"].total
-    refuse_what_cannot_fit(wanted, Machine(memory, (80 * GB,) * 4))
-    assert "weights in memory" in refusal(wanted, Machine(memory - 1, (80 * GB,) * 4))
+    refuse_what_cannot_fit(recipe_in_memory, Machine(memory, (80 * GB,) * 4))
+    assert "weights in memory" in refusal(recipe_in_memory, Machine(memory - 1, (80 * GB,) * 4))
 
 
 def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Models) -> None:

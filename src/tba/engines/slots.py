@@ -167,7 +167,7 @@ class PackedPrompts:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes causal attention within each prompt."""
         self._keys[layer], self._values[layer], self.kinds[layer] = key[0], value[0], kind
-        if kind.softcap is None and _has_varlen_kernel(query, value):
+        if kind.softcap is None and takes_flash(query, value):
             return self._attend_together(query, key, value, kind)
         blocks = [self._attend_block(block, query[0], key[0], value[0], kind) for block in self.blocks]
         return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))[None]
@@ -202,11 +202,6 @@ class PackedPrompts:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
             out = _attention(q, k, v, bias, kind)
         return out.transpose(0, 1).flatten(1, 2)
-
-
-def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
-    """Returns whether a kernel for sequences of different lengths takes these tensors."""
-    return takes_flash(query, value)
 
 
 class SlotCache:

@@ -275,11 +275,10 @@ class Driver(ABC):
         return True
 
     def _restart_times_of(self, worker: Worker) -> deque[float]:
-        return self._restart_times[worker.name, worker.name != "trainer" and worker.has_lost_node]
+        return self._restart_times[worker.name, _is_searcher_without_node(worker)]
 
     def _restart_limit(self, worker: Worker) -> int:
-        is_of_a_node = worker.name != "trainer" and worker.has_lost_node
-        return self.recipe.run.restarts * (LOST_NODES_PER_RESTART if is_of_a_node else 1)
+        return self.recipe.run.restarts * (LOST_NODES_PER_RESTART if _is_searcher_without_node(worker) else 1)
 
     def _begin_rest(self, worker: Worker) -> None:
         """Go on without a searcher that has died too often, until its window allows another restart."""
@@ -356,3 +355,7 @@ class Driver(ABC):
         """Returns the mean seconds of a step so far; 0 before the first."""
         row = read_last(self.run.path)
         return float(row["wall_seconds"]) / max(1, int(row["step"])) if row else 0.0
+
+
+def _is_searcher_without_node(worker: Worker) -> bool:
+    return worker.name != "trainer" and worker.has_lost_node

@@ -1,7 +1,7 @@
 """NVIDIA's Multi-Process Service (MPS) for the workers of a run that share a GPU: their kernels run side by side, where
 otherwise the GPU belongs to one process at a time.
 
-The daemon is the run's own: its clients find it through a folder, which nobody else knows. The folder is in the
+The daemon serves one run: its clients find it through a folder that nobody else knows. The folder is in the
 temporary directory, because the path of a socket is short; its logs are in the run's.
 
 Invariants: a daemon has taken a kernel of a client before a worker is sent to it; one that cannot be had is a reason in
@@ -36,7 +36,7 @@ _PIPES, _LOGS, _PRIORITY = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", 
 _PROCESS_NAMES = b"nvidia-cuda-mps"  # how the names of the daemon's processes begin
 _OWNER = "owner"  # the file that a daemon's driver has locked
 _LONGEST_PATH = 80  # characters of a folder: a socket's path has at most 108
-_POLL = 0.02
+_POLL = 0.02  # seconds between two looks at the probe, whose process has no wait with a deadline
 
 
 class MpsUnavailable(TbaError):
@@ -103,7 +103,7 @@ class MpsDaemon:
         folders = {_PIPES: str(self.folder), _LOGS: str(self.logs), VISIBLE_DEVICES: self.gpu}
         environment = {**os.environ, **folders}
         try:
-            return subprocess.run(  # noqa: S603 - our own words
+            return subprocess.run(  # noqa: S603 - a fixed program with fixed arguments
                 [CONTROL, *arguments],
                 input=text,
                 env=environment,
@@ -178,7 +178,7 @@ def _take_lock(folder: Path) -> int:
 def _short_folder() -> Path:
     """Returns the temporary directory, or one whose path a socket's leaves room for."""
     folder = Path(tempfile.gettempdir())
-    return folder if len(str(folder)) + len(PREFIX) + 8 <= _LONGEST_PATH else Path("/tmp")  # noqa: S108 - a new folder in it
+    return folder if len(str(folder)) + len(PREFIX) + 8 <= _LONGEST_PATH else Path("/tmp")  # noqa: S108 - mkdtemp makes a private one in it
 
 
 def _processes_of(folder: Path) -> Iterator[int]:
