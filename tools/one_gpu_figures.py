@@ -26,7 +26,7 @@ bfloat16, so that nothing is downloaded.
   without a gradient, and answers of 200 tokens. The trainer of this run used checkpointing.
 - *After*: {after}.
 """
-LACKING = "\nNot measured: {lacking}."
+LACKING = "\nNot measured, by part:\n"
 SHARED = """\
 ## Two halves on one card
 
@@ -115,6 +115,10 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
         number,
     ),
     ("engine", "time to load the engine and run its self-test, s", "start_seconds", "", number),
+    ("engine compiled", "with `--model.torch-compile`: kernels in a decode step", "kernels_a_step", "340", number),
+    ("engine compiled", "a decode step, ms", "milliseconds_a_step", "", number),
+    ("engine compiled", "tokens/s in a continuous flow", "flow_tokens_per_second", "", number),
+    ("engine compiled", "time to load the engine and run its self-test, s", "start_seconds", "", number),
     ("engine-256", "256 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "25,000", number),
     ("engine-144", "144 slots: tokens/s in a continuous flow", "flow_tokens_per_second", "", number),
     ("trainer", "60 answers of 200 tokens to 3 prompts: a step, s", "seconds_a_step", "", number),
@@ -125,6 +129,10 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("trainer", "peak memory", "peak_bytes", "", gigabytes),
     ("trainer", "peak memory as computed", "computed_bytes", "", gigabytes),
     ("trainer", "memory that the allocator holds", "reserved_bytes", "", gigabytes),
+    ("trainer compiled", "with `--model.torch-compile`: a step, s", "seconds_a_step", "", number),
+    ("trainer compiled", "the first step, s", "first_step_seconds", "", number),
+    ("trainer compiled", "launches in a step", "launches_a_step", "2,000", number),
+    ("trainer compiled", "peak memory", "peak_bytes", "", gigabytes),
     ("fixed segments", "the same with segments that do not grow", "reserved_bytes", "", gigabytes),
     ("trainer", "time to publish 1 GB alone, s", "publication_seconds", "", number),
     ("trainer", "time of a step during a publication, relative to a step alone", "beside_over_alone", "1.1", number),
@@ -222,17 +230,19 @@ def measured() -> Iterator[str]:
     yield MEASURED.format(before=card_of(before), after=card_of(after))
     with_after = " after |" if after else ""
     yield f"| part | figure | before | aim |{with_after}\n|---|---|---|---|{'---|' if after else ''}"
-    said, lacking = "", []
+    previous_part = ""
+    missing_figures: dict[str, list[str]] = {}
     for part, words, path, aim, written in FIGURES:
-        there, here = figure(before, part, path, written), figure(after, part, path, written)
-        if not there and not here:
-            lacking.append(f"{part}: {words}{f' (aimed at {aim})' if aim else ''}")
+        figure_before, figure_after = figure(before, part, path, written), figure(after, part, path, written)
+        if not figure_before and not figure_after:
+            missing_figures.setdefault(part, []).append(f"{words}{f' (aimed at {aim})' if aim else ''}")
             continue
-        last = f" {here or NEVER} |" if after else ""
-        yield f"| {'' if part == said else part} | {words} | {there or NEVER} | {aim} |{last}"
-        said = part
-    if lacking:
-        yield LACKING.format(lacking="; ".join(lacking))
+        last = f" {figure_after or NEVER} |" if after else ""
+        yield f"| {'' if part == previous_part else part} | {words} | {figure_before or NEVER} | {aim} |{last}"
+        previous_part = part
+    if missing_figures:
+        yield LACKING
+        yield from (f"- *{part}*: {'; '.join(figures)}." for part, figures in missing_figures.items())
     shared = after if "sharing" in after.get("parts", {}) else {}
     yield "\n" + SHARED.format(
         measured=f"The card is {card_of(after)}" if shared else f"This was {NEVER} on a card yet"

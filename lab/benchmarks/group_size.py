@@ -7,15 +7,14 @@
 
 A cell is a task, a group size and an age of the data. On seed 100 the middle three of its five rates are tried; a best
 one at the edge is followed by the next beyond it. Then come the counted seeds, one after the other, at the best rates.
-The folder `--out` is the state, as of any study: the same command goes on after a stop. Each run is a row of `--rows`
-as soon as it has ended. `--field value` is set in every run, which then needs another folder and other rows.
+Each run is a row of `--rows` as soon as it has ended, and is not made again where its row is. `--field value` is set in
+every run, which then needs another folder and other rows. `--sizes 4 8 20` are these group sizes alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,18 +33,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(COMPARISONS), default=["sums", "countdown"])
     parser.add_argument("--seeds", default="0,1,2", help="those that are counted")
+    parser.add_argument("--sizes", type=int, nargs="+", help="group sizes to make runs of; default: all")
     parser.add_argument("--out", type=Path, default=Path("studies/group_size"), help="the study's folder")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--table", action="store_true", help="only print what is there")
     options, fields = parser.parse_known_args()
     if not options.table:
         for task in options.tasks:
-            while variants := [v for cell in cells_of(task) for v in untried(*cell, read(options.rows))]:
+            cells = [cell for cell in cells_of(task) if options.sizes is None or cell[1] in options.sizes]
+            while variants := [v for cell in cells for v in untried(*cell, read(options.rows))]:
                 if code := make(variants, str(TUNED_ON), options.out, options.rows, fields):
                     return code
-            chosen = [name_of(*cell, rate) for cell in cells_of(task) if (rate := best(*cell, read(options.rows)))]
-            if code := make(chosen, options.seeds, options.out, options.rows, fields):
-                return code
+            chosen = [name_of(*cell, rate) for cell in cells if (rate := best(*cell, read(options.rows)))]
+            for seed in options.seeds.split(","):
+                ended = {row["variant"] for row in read(options.rows) if row["seed"] == seed}
+                variants = [name for name in chosen if name not in ended]
+                if variants and (code := make(variants, seed, options.out, options.rows, fields)):
+                    return code
     print(table(read(options.rows)))
     return 0
 
@@ -64,10 +68,16 @@ def make(variants: Sequence[str], seeds: str, out: Path, rows: Path, fields: Seq
 
 
 def keep(out: Path, rows: Path) -> None:
-    """Copy the study's rows, if there are some yet, beside the others and rename."""
+    """Add the study's rows, if there are some yet, to those of runs that its folder does not have."""
     if (table := out / "runs.csv").exists():
+        study_rows = read(table)
+        trials = {(row["variant"], row["seed"]) for row in study_rows}
+        kept_rows = [row for row in read(rows) if (row["variant"], row["seed"]) not in trials]
         beside = rows.with_suffix(".new")
-        shutil.copyfile(table, beside)
+        with beside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(study_rows[0]))
+            writer.writeheader()
+            writer.writerows([*kept_rows, *study_rows])
         beside.replace(rows)
 
 

@@ -24,7 +24,8 @@ beside it has what they said.
   rate, and of 989e12 a second, nanochat's unit; peak memory and the formula's, which is the least that is needed: a
   card keeps more where memory is free. A publication alone, a step beside one, steps with a version due at each and at
   every second, and how long after an update its weights are in an engine of the same process.
-- *fixed segments*: the same step with an allocator whose segments do not grow, as they do in a run.
+- *fixed segments*: the same step with an allocator whose segments do not grow, as they do in a run. *trainer compiled*,
+  *engine compiled*: the step and the engine of 72 slots with `--model.torch-compile`.
 - *log-ratio*: of engine, reference and trainer at version 0: mean squares for each token and each answer, and the
   effective sample size.
 - *both*: a short run of that model by `tba train`.
@@ -162,11 +163,11 @@ def measure_environment(context: Context, note: Note) -> None:
             note(**{f"{memory}_{direction}_GB_per_second": size / 1e9 / seconds})
 
 
-def measure_engine(context: Context, note: Note, slots: int) -> None:
+def measure_engine(context: Context, note: Note, slots: int, compiled: bool = False) -> None:
     peak, device, shape = PeakMemory(), context.device, context.shape
     slots = slots // 32 * 8 if context.small else slots
     settings = EngineSettings(slots=slots, max_completion_tokens=shape.longest)
-    recipe = recipe_of(context.folder / "ending", device, shape, generation=settings)
+    recipe = recipe_of(context.folder / "ending", device, shape, generation=settings, torch_compile=compiled)
     start = time.perf_counter()
     half = SearcherHalf(recipe, shape)
     note(slots=slots, start_seconds=time.perf_counter() - start)
@@ -186,7 +187,7 @@ def measure_engine(context: Context, note: Note, slots: int) -> None:
     sampling = SearcherWorkload(model_of(recipe).precision, slots, longest + shape.longest, longest, device=device)
     note(peak_bytes=peak.bytes(), computed_bytes=total(engine_bytes(Shape.of(shape.config), sampling)))
     del half, loading
-    recipe = recipe_of(context.folder / "endless", device, shape, generation=settings)
+    recipe = recipe_of(context.folder / "endless", device, shape, generation=settings, torch_compile=compiled)
     half = SearcherHalf(recipe, shape)
     token_step_seconds(half, slots, device)  # makes what is made once
     note(milliseconds_a_step=1e3 * min(token_step_seconds(half, slots, device) for _ in range(3)))
@@ -237,10 +238,17 @@ def sample_round(half: SearcherHalf, prompts: list[Any]) -> list[Any]:
 
 
 def measure_trainer(
-    context: Context, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "", has_fixed: bool = False
+    context: Context,
+    note: Note,
+    checkpointed: bool = False,
+    rank: int = 0,
+    size: str = "",
+    has_fixed: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Measures the trainer. `rank`: of adapters. With adapters, or another size, it measures no more than a step.
-    has_fixed: the allocator's segments do not grow, as they do in a run.
+    has_fixed: the allocator's segments do not grow, as they do in a run. compiled: with `torch.compile`; without
+    publications.
     """
     if has_fixed:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
@@ -250,7 +258,8 @@ def measure_trainer(
         draw_model(folder, shape)
     peak = PeakMemory()
     lora: dict[str, Any] = {"lora": LoraSettings(rank=rank)} if rank else {}
-    recipe = recipe_of(folder / "endless", context.device, shape, gradient_checkpointing=checkpointed, **lora)
+    fields = {"gradient_checkpointing": checkpointed, "torch_compile": compiled, **lora}
+    recipe = recipe_of(folder / "endless", context.device, shape, **fields)
     with tempfile.TemporaryDirectory(dir=context.folder) as weights_folder:
         half = TrainerHalf(recipe, shape, Path(weights_folder))
         note(**time_steps(half, context.device, shape, checkpointed, rank, peak))
@@ -265,6 +274,8 @@ def measure_trainer(
             shares_of_kernel_time=work.shares(),
             milliseconds_by_part={part: 1e3 * seconds for part, seconds in work.by_part.items()},
         )
+        if compiled:
+            return
         note(**time_publications(half, context.device))
         for k in (1, 2):
             note(**time_steps_with_publications(half, context.device, k))
@@ -521,6 +532,8 @@ PARTS = {
     "fixed segments": Part(30.0, partial(measure_trainer, size="0.5 B", has_fixed=True), model=False),
     "sharing": Part(45.0, partial(time_sharing, arrangements=BY_DEFAULT)),
     "arrangements": Part(90.0, partial(time_sharing, arrangements=OTHERS)),
+    "trainer compiled": Part(60.0, partial(measure_trainer, compiled=True)),
+    "engine compiled": Part(75.0, partial(measure_engine, slots=72, compiled=True)),
     "1.5 B": Part(60.0, partial(measure_trainer, checkpointed=True, size="1.5 B"), model=False),
     "8k": Part(60.0, measure_contexts, model=False),
     "quickstart": Part(75.0, run_quickstart, model=False),

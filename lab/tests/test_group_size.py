@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +43,19 @@ def test_the_table_has_counted_seeds_at_the_best_rate_only(order: Any) -> None:
     rows = [row(4, 1e-4, 100, 0.9), row(4, 2e-4, 100, 0.8), row(4, 2e-4, 0, 0.1)]
     rows += [row(4, 1e-4, seed, after) for seed, after in enumerate((0.90, 0.92, 0.94))]
     assert order.table(rows).splitlines()[2:] == ["| sums | sync | 4 | 0.0001 | 3 | 92.0 [87.0, 97.0] | 90.0 | 2.0 |"]
+
+
+def test_rows_of_runs_that_the_folder_lacks_are_kept(order: Any, tmp_path: Path) -> None:
+    def write(file: Path, *trials: tuple[str, int, float]) -> None:
+        lines = [f"{variant},{seed},{after}" for variant, seed, after in trials]
+        file.write_text("\n".join(["variant,seed,pass@1/sampled", *lines]) + "\n")
+
+    rows, table = tmp_path / "rows.csv", tmp_path / "runs.csv"
+    write(rows, ("a", 0, 0.1), ("b", 0, 0.2))
+    write(table, ("b", 0, 0.3), ("c", 1, 0.4))
+    order.keep(tmp_path, rows)
+    assert [(row["variant"], row["pass@1/sampled"]) for row in order.read(rows)] == [
+        ("a", "0.1"),
+        ("b", "0.3"),
+        ("c", "0.4"),
+    ]

@@ -81,6 +81,8 @@ def test_what_is_asked_of_a_card_comes_first_and_in_order(one_gpu: Any) -> None:
         "fixed segments",
         "sharing",
         "arrangements",
+        "trainer compiled",
+        "engine compiled",
         "1.5 B",
         "8k",
         "quickstart",

@@ -15,7 +15,7 @@ def test_what_was_measured_stands_in_the_table_and_what_was_not_says_so(
     page = "\n".join(tool.measured())
     assert "- *After*: **not measured yet**." in page
     assert "| engine | 72 slots: launches in a decode step | 1,126 | 60 |\n" in page
-    assert "256 slots: tokens/s in a continuous flow (aimed at 25,000)" in page.partition("Not measured:")[2]
+    assert "256 slots: tokens/s in a continuous flow (aimed at 25,000)" in page.partition("Not measured, by part:")[2]
     assert "| turns |" not in page
     about = {"machine": {"gpus": ["Some Card"], "cores": 4}, "versions": {"torch": "1", "transformers": "2"}}
     shared = {"turns": {"left": {"trainer": 0.5, "searcher": 0.25}, "of_the_slower_half": 0.25}}

@@ -44,7 +44,13 @@ from tba.policy.lora import FOLDER as ADAPTER
 from tba.policy.lora import has_adapters, is_adapter, merge_adapters, save_adapters, untied_weights
 from tba.policy.low_precision import LowPrecision
 from tba.policy.norms import fuse_norms
-from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
+from tba.policy.packed import (
+    ATTENTION,
+    exclude_attention_from_compile,
+    pack,
+    packed_hidden,
+    use_packed_attention,
+)
 from tba.protocols import PolicyOutput
 from tba.sharding import Sharding, is_sharded, local_part, row_range
 from tba.streaming import shapes_of, write_tensors
@@ -423,12 +429,13 @@ def _mean_prompt_state(hidden_BTW: Tensor, batch: Batch) -> Tensor:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile each layer but its attention, whose input (the pack's layout) is new with every batch."""
+    """Compile each layer for any number of tokens: all but packed attention. What surrounds a layer (checkpointing, the
+    gathering of shards) stays outside.
+    """
+    exclude_attention_from_compile()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            for part in layer.children():
-                if "Attention" not in type(part).__name__:
-                    part.compile(dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:

@@ -192,6 +192,11 @@ def packed_attention(
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
+def exclude_attention_from_compile() -> None:
+    """Keep `torch.compile` out of attention from here on; its layout is new with every batch."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+
+
 class _MergedAttention(torch.autograd.Function):
     """Both parts of packed attention, and their exact gradient."""
 
