@@ -57,8 +57,8 @@ MPS is off, and no other alternative is a setting, until a card shows that it is
 With `--run.mps` both halves on one card are clients of a daemon that the run starts. The trainer's kernels go first.
 
 - *Before the workers start*, a process computes something under MPS. If there is no daemon, if it does not start in
-  20 s, or if the card does not permit it (by its compute mode, a divided card, a container), the run goes on without
-  MPS. The status and `faults.jsonl` (`without_mps`) say why.
+  20 s, if its files cannot be written, or if the card does not permit it (by its compute mode, a divided card, a
+  container), the run goes on without MPS. The status and `faults.jsonl` (`without_mps`) say why. Ctrl-C ends the wait.
 - *A worker that dies*, or that has a CUDA error, starts again without MPS, because the death of a client can harm the
   others. On a card in the mode *exclusive process* it cannot, and the run ends; `tba resume` continues it.
 - *Nothing stays.* The daemon ends with the run. If the run's driver was killed, the next run on a GPU ends its daemon.

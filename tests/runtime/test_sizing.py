@@ -29,6 +29,7 @@ from tba.replay.buffer import BufferSettings
 from tba.runs.estimate import one_rank_fits
 from tba.runs.recipe_resolution import with_sizes
 from tba.runs.resuming import resume_point
+from tba.runtime import devices
 from tba.runtime.devices import LOST, USABLE
 from tba.runtime.hardware import Machine
 from tba.runtime.needs import Need, disk_use, needs, seconds_to_move
@@ -234,7 +235,9 @@ def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> Non
     assert (sizing_flags(on_cpu, host), unused_gpus(on_cpu, host)) == ([], None)
 
 
-def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(at: Models) -> None:
+def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(
+    at: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slots(recipe: Recipe, *gpus: int) -> int:
         sized_recipe = decided(recipe, machine(*gpus))
         refuse_what_cannot_fit(sized_recipe, machine(*gpus))
@@ -263,8 +266,27 @@ def test_open_slots_are_those_of_a_batch_and_fewer_where_a_card_has_no_room(at: 
     assert decided(on_cpu, machine()) == on_cpu
     recipe_with_slots = recipe_of("gsm8k", at(RHO))
     assert slots(recipe_with_slots, 141) == 72
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)  # vLLM is installed
     by_vllm = override(rho, ["--model.generation.engine", "vllm"], "")
     assert slots(by_vllm, 141) == 64
+
+
+def test_where_slots_are_more_than_the_default_each_half_has_what_an_allocator_loses(at: Models) -> None:
+    recipe = recipe_of("gsm8k", at(RHO), gradient_checkpointing=True)
+    assert isinstance(recipe.model, HuggingFace)
+    recipe = replace(recipe, model=replace(recipe.model, generation=replace(recipe.model.generation, slots=None)))
+    slots_by_memory = {}
+    for gigabytes in range(30, 80, 2):
+        sized_recipe = decided(recipe, machine(gigabytes))
+        assert isinstance(sized_recipe.model, HuggingFace)
+        slots_by_memory[gigabytes] = sized_recipe.model.generation.slot_count
+        if slots_by_memory[gigabytes] > 64:
+            need = {part: n.total for part, n in by_part(sized_recipe).items() if n.device == "cuda"}
+            halves = need.pop("trainer"), sum(need.values())
+            where = places_on(sized_recipe, machine(gigabytes))
+            for worker, half in zip(("trainer", "searcher-0"), halves, strict=True):
+                assert where[worker].share * gigabytes * GB >= half + max(0.15 * half, LOST) - 1
+    assert len(set(slots_by_memory.values())) > 2  # some cards have room for part of a batch
 
 
 @pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
@@ -283,7 +305,9 @@ def test_shares_of_one_gpu_are_what_each_half_needs_and_a_sum_that_does_not_fit_
         assert where["trainer"].share + where["searcher-0"].share == pytest.approx(USABLE)
 
 
-def test_the_trainer_has_slack_where_there_is_room_and_the_half_that_can_use_it_all_of_the_rest(at: Models) -> None:
+def test_the_trainer_has_slack_where_there_is_room_and_the_half_that_can_use_it_all_of_the_rest(
+    at: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = decided(recipe_of("gsm8k", at(RHO), gradient_checkpointing=True), machine(141))
     assert isinstance(recipe.model, HuggingFace)
     need = {part: part_need.total for part, part_need in by_part(recipe).items() if part_need.device == "cuda"}
@@ -296,6 +320,8 @@ def test_the_trainer_has_slack_where_there_is_room_and_the_half_that_can_use_it_
         )
         return places_on(other, machine(141))["trainer"].share * 141 * GB / by_part(other)["trainer"].total
 
+    assert trainer_bytes("auto", THREE) > 1.15  # vLLM is not installed
+    monkeypatch.setattr(devices, "find_spec", lambda name: name)
     assert trainer_bytes("vllm", RHO) == pytest.approx(1.15)
     assert trainer_bytes("auto", RHO) == pytest.approx(share * 141 * GB / need["trainer"])  # which takes ours
     assert trainer_bytes("auto", THREE) == pytest.approx(1.15)  # and may take vLLM for more than 2 B parameters

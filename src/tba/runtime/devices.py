@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -150,10 +151,15 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
     if trainer_need + other_need > USABLE * memory:  # refused; a run that is started all the same shares the GPU so
         return USABLE * trainer_need / (trainer_need + other_need)
     most = USABLE * memory - other_need
-    trainer = trainer_need + max(SLACK * trainer_need, LOST)
+    trainer = trainer_need + allocator_slack(trainer_need)
     if not may_use_vllm(recipe):
-        trainer = max(trainer, most - max(SLACK * other_need, LOST))  # what an engine of ours would never use
+        trainer = max(trainer, most - allocator_slack(other_need))  # what an engine of ours would never use
     return min(trainer, most) / memory
+
+
+def allocator_slack(need: int) -> float:
+    """Returns the bytes that an allocator may lose beside those that are computed."""
+    return max(SLACK * need, LOST)
 
 
 def environment_of(place: Place, driver_devices: str | None = None) -> dict[str, str]:
@@ -176,7 +182,10 @@ def visible_devices() -> str | None:
 def may_use_vllm(recipe: Recipe) -> bool:
     """Returns whether vLLM may sample, or another engine that nobody knows."""
     model = recipe.model
-    return not isinstance(model, ChoosesEngine) or model.may_use_vllm(longest_prompt(recipe))
+    if not isinstance(model, ChoosesEngine):
+        return True
+    has_vllm = recipe.runtime == "cluster" or find_spec("vllm") is not None  # whose nodes may have it
+    return has_vllm and model.may_use_vllm(longest_prompt(recipe))
 
 
 @contextmanager

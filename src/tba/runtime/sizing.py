@@ -27,7 +27,7 @@ from tba.errors import UserError
 from tba.protocols import HasAdapters, HasAttentionHeads, HasDevice, HasDtype, HasGeneration, HasGradientCheckpointing
 from tba.recipe import Recipe
 from tba.record.text import plural, size
-from tba.runtime.devices import SLACK, USABLE, Place, engine_gpus, may_use_vllm, places
+from tba.runtime.devices import USABLE, Place, allocator_slack, engine_gpus, may_use_vllm, places
 from tba.runtime.hardware import ClusterNodes, Hardware
 from tba.runtime.needs import needs, with_checkpointing, with_trainer_scores
 from tba.settings import override
@@ -165,7 +165,7 @@ def _tensor_parallel_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
 
 def _slot_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
     """Returns the flag for the slots of an engine of ours, where the recipe leaves them open; none where even few do
-    not fit. More than the default are taken only where 15 % more than all needs fits, and no checkpointing.
+    not fit. More than the default are taken only where all needs fit with an allocator's slack, and no checkpointing.
     """
     model = recipe.model
     if not isinstance(model, HasGeneration) or model.generation.slots is not None or may_use_vllm(recipe):
@@ -178,19 +178,13 @@ def _slot_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
         flags = ["--model.generation.slots", str(slots)]
         sized_recipe = override(recipe, flags, "", recorded=True)
         shortage = (
-            _memory_shortage(sized_recipe, _without_slack(hardware))
+            _memory_shortage(sized_recipe, hardware, has_slack=True)
             if slots > default_slots
             else memory_shortage(sized_recipe, hardware)
         )
         if shortage is None:
             return flags
     return []
-
-
-def _without_slack(hardware: Hardware) -> Hardware:
-    """Returns hardware whose GPUs have as much less as an allocator loses."""
-    nodes = tuple(replace(n, gpus=tuple(int(gpu / (1 + SLACK)) for gpu in n.gpus)) for n in hardware.nodes)
-    return ClusterNodes(nodes) if isinstance(hardware, ClusterNodes) else nodes[0]
 
 
 def _share_flags(recipe: Recipe, hardware: Hardware) -> list[str]:
@@ -348,7 +342,8 @@ def memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | Non
     return shortage
 
 
-def _memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+def _memory_shortage(recipe: Recipe, hardware: Hardware, has_slack: bool = False) -> tuple[str, str] | None:
+    """has_slack: each worker needs what an allocator may lose, too."""
     computed_needs = needs(recipe)
     if not computed_needs:
         return None
@@ -356,9 +351,9 @@ def _memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | No
     is_by_hand = _reserves_other_gpus(recipe)
     worker_places = places_on(recipe, hardware) if has_gpus and not is_by_hand else {}
     if has_gpus and (is_by_hand or _has_whole_gpus(recipe, hardware)):
-        shortage = _reservation_shortage(recipe, hardware)
+        shortage = _reservation_shortage(recipe, hardware, has_slack)
     else:
-        shortage = _gpu_shortage(worker_places, _gpu_bytes(recipe), hardware.gpus)
+        shortage = _gpu_shortage(worker_places, _gpu_bytes(recipe), hardware.gpus, has_slack)
     if shortage is not None:
         return shortage
     need_of = {need.part: need.total for need in computed_needs if need.device != "cuda"}
@@ -367,11 +362,12 @@ def _memory_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | No
 
 
 def _gpu_shortage(
-    worker_places: Mapping[str, Place], bytes_of: Mapping[str, int], memories: tuple[int, ...]
+    worker_places: Mapping[str, Place], bytes_of: Mapping[str, int], memories: tuple[int, ...], has_slack: bool
 ) -> tuple[str, str] | None:
     """Returns who needs more than a GPU has, and a sentence. memories: bytes of each GPU, 0 where that is unknown."""
     for gpu, bytes_by_worker in sorted(_needs_by_gpu(worker_places, bytes_of).items()):
-        if memories[gpu] and sum(bytes_by_worker.values()) > USABLE * memories[gpu]:
+        slack = sum(map(allocator_slack, bytes_by_worker.values())) if has_slack else 0
+        if memories[gpu] and sum(bytes_by_worker.values()) + slack > USABLE * memories[gpu]:
             return _describe_shortage(gpu, bytes_by_worker, memories[gpu])
     return None
 
@@ -397,13 +393,14 @@ def _needs_by_gpu(worker_places: Mapping[str, Place], bytes_of: Mapping[str, int
     return bytes_by_gpu
 
 
-def _reservation_shortage(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+def _reservation_shortage(recipe: Recipe, hardware: Hardware, has_slack: bool) -> tuple[str, str] | None:
     """Returns the half that needs more of its GPU than is reserved for it, and a sentence."""
     bytes_of, memory = _gpu_bytes(recipe), min(hardware.gpus)
     needed_bytes = {"trainer": bytes_of["trainer"], "searcher": _searcher_bytes(bytes_of)}
     for (half, bytes_needed), reserved_gpus in zip(needed_bytes.items(), _reserved_gpus(recipe), strict=True):
         usable_bytes = int(USABLE * min(1.0, reserved_gpus) * memory)
-        if reserved_gpus and memory and bytes_needed > usable_bytes + _RAY_STEP * memory:
+        slack = allocator_slack(bytes_needed) if has_slack else 0
+        if reserved_gpus and memory and bytes_needed + slack > usable_bytes + _RAY_STEP * memory:
             part = f"{reserved_gpus:g} of a GPU" if reserved_gpus < 1 else "its GPU"
             return half, f"the {half} needs {size(bytes_needed)} of {part}, of which {size(usable_bytes)} are usable"
     return None

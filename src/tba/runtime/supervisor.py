@@ -128,7 +128,7 @@ class Driver(ABC):
     def start(self, name: str) -> Worker:
         """Start a worker of the run."""
 
-    def prepare(self, closers: ExitStack) -> None:
+    def prepare(self, closers: ExitStack, stop: StopRequest) -> None:
         """Start what the workers need beside them, and have it ended after them."""
         self.joined.open()
 
@@ -139,7 +139,7 @@ class Driver(ABC):
     def go(self) -> dict[str, object]:
         """Run to the end; returns the faults that it survived. Raises the error that a worker ended with."""
         with stop_requests() as stop, ExitStack() as closers:
-            self.prepare(closers)
+            self.prepare(closers, stop)
             closers.callback(self.joined.dismiss, 0.0, lambda: None)
             trainer, *searchers = [self._start(name, closers) for name in ("trainer", *self.searchers)]
             try:

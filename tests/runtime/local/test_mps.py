@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -145,6 +146,35 @@ def test_a_card_on_which_no_client_computes_is_a_sentence_and_leaves_nothing(sta
     with pytest.raises(MpsUnavailable, match=refusal), mps_daemon("0", tmp_path / "logs", "quantum"):
         raise AssertionError("it was entered")
     assert stand_in.words == ["-d", "get_server_list", "quit"]
+    assert not list(stand_in.folders.iterdir())
+
+
+def test_a_stop_is_not_kept_waiting_by_a_daemon_that_hangs(
+    stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN", "hangs")
+    monkeypatch.setattr(mps, "START_SECONDS", math.inf)
+    stop = iter([False, False])
+    daemon = mps_daemon("0", tmp_path / "logs", "cpu", lambda: next(stop, True))
+    with pytest.raises(MpsUnavailable, match="a stop was requested"), daemon:
+        raise AssertionError("it was entered")
+    assert not list(stand_in.folders.iterdir())
+
+
+def test_a_stop_is_not_kept_waiting_by_the_first_client(stand_in: StandIn, tmp_path: Path) -> None:
+    stand_in.calls_file.touch()
+    daemon = mps_daemon("0", tmp_path / "logs", "cpu", lambda: "get_server_list" in stand_in.words)
+    with pytest.raises(MpsUnavailable, match="a stop was requested"), daemon:
+        raise AssertionError("it was entered")
+    assert not list(stand_in.folders.iterdir())
+    assert not stand_in.daemons
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence_and_leaves_nothing(stand_in: StandIn, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    daemon = mps_daemon("0", tmp_path / "file" / "logs", "cpu")
+    with pytest.raises(MpsUnavailable, match="its files cannot be written: Not a directory"), daemon:
+        raise AssertionError("it was entered")
     assert not list(stand_in.folders.iterdir())
 
 

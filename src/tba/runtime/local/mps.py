@@ -18,8 +18,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,8 @@ _PIPES, _LOGS, _PRIORITY = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", 
 _PROCESS_NAMES = b"nvidia-cuda-mps"  # how the names of the daemon's processes begin
 _OWNER = "owner"  # the file that a daemon's driver has locked
 _LONGEST_PATH = 80  # characters of a folder: a socket's path has at most 108
-_POLL = 0.02  # seconds between two looks at the probe, whose process has no wait with a deadline
+_POLL = 0.02  # seconds between two looks at the probe, whose process has no wait with a deadline, and at a stop
+_STOPPED = "a stop was requested before it had started"
 
 
 class MpsUnavailable(TbaError):
@@ -56,26 +57,26 @@ class MpsDaemon:
         priority = {} if worker.startswith("trainer") else {_PRIORITY: "1"}
         return {_PIPES: str(self.folder), _LOGS: str(self.logs), VISIBLE_DEVICES: "0"} | priority
 
-    def start(self) -> None:
-        """Start the daemon. Raises `MpsUnavailable`."""
+    def start(self, stop: Callable[[], bool]) -> None:
+        """Start the daemon. Raises `MpsUnavailable`, also where a stop is requested meanwhile."""
         output = self.folder / "start.log"
         with output.open("wb") as file:
-            code = self._call(("-d",), b"", START_SECONDS, file.fileno(), "started")
+            code = self._call(("-d",), b"", START_SECONDS, file.fileno(), "started", stop)
         if code:
             raise MpsUnavailable(f"{CONTROL} ended with exit code {code}{_last_line(output)}")
-        if self._call((), b"get_server_list\n", START_SECONDS, subprocess.DEVNULL, "answered"):
+        if self._call((), b"get_server_list\n", START_SECONDS, subprocess.DEVNULL, "answered", stop):
             raise MpsUnavailable(f"{CONTROL} has started and is gone{_last_line(self.logs / 'control.log')}")
 
-    def require_client(self, device: str) -> None:
+    def require_client(self, device: str, stop: Callable[[], bool]) -> None:
         """Compute something as a client. Raises `MpsUnavailable` where the GPU does not permit it, by its compute mode
-        or because it is divided (MIG).
+        or because it is divided (MIG), and where a stop is requested meanwhile.
         """
         output = self.folder / "probe.log"
         with output.open("wb") as file:
             program = Program("mps-probe", "tba.runtime.local.mps", (device,))
             process = start(program, {**os.environ, **self.environment("trainer")}, file.fileno())
         limit = time.monotonic() + PROBE_SECONDS
-        while process.poll() is None and time.monotonic() < limit:
+        while process.poll() is None and time.monotonic() < limit and not stop():
             time.sleep(_POLL)
         code = process.poll()
         with suppress(PartFailed):  # one that hangs in the GPU's driver does not end
@@ -83,6 +84,8 @@ class MpsDaemon:
             process.wait()
         if process.stdin is not None:
             process.stdin.close()
+        if code is None and stop():
+            raise MpsUnavailable(_STOPPED)
         if code is None:
             raise MpsUnavailable(f"a process that computes under MPS was not done after {PROBE_SECONDS:g} s")
         if code:
@@ -98,46 +101,62 @@ class MpsDaemon:
                 os.kill(process, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _call(self, arguments: Sequence[str], text: bytes, seconds: float, output: int, deed: str) -> int:
+    def _call(
+        self,
+        arguments: Sequence[str],
+        text: bytes,
+        seconds: float,
+        output: int,
+        deed: str,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> int:
         """Call the daemon's program; returns its exit code. Raises `MpsUnavailable`. deed: what it does, for that."""
         folders = {_PIPES: str(self.folder), _LOGS: str(self.logs), VISIBLE_DEVICES: self.gpu}
-        environment = {**os.environ, **folders}
+        command, environment = [CONTROL, *arguments], {**os.environ, **folders}
+        limit = time.monotonic() + seconds
         try:
-            return subprocess.run(  # noqa: S603 - a fixed program with fixed arguments
-                [CONTROL, *arguments],
-                input=text,
-                env=environment,
-                timeout=seconds,
-                check=False,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            raise MpsUnavailable(f"{CONTROL} had not {deed} after {seconds:g} s") from None
+            with subprocess.Popen(  # noqa: S603 - a fixed program with fixed arguments
+                command, stdin=subprocess.PIPE, env=environment, stdout=output, stderr=subprocess.STDOUT
+            ) as process:
+                while True:
+                    try:
+                        process.communicate(text, timeout=_POLL)
+                        return process.returncode
+                    except subprocess.TimeoutExpired:
+                        text = b""  # it is being sent
+                    if stop() or time.monotonic() > limit:
+                        process.kill()
+                        raise MpsUnavailable(_STOPPED if stop() else f"{CONTROL} had not {deed} after {seconds:g} s")
         except OSError as error:
             raise MpsUnavailable(f"{CONTROL} cannot be called: {error.strerror}") from error
 
 
 @contextmanager
-def mps_daemon(gpu: str, logs: Path, device: str = "cuda") -> Iterator[MpsDaemon]:
+def mps_daemon(
+    gpu: str, logs: Path, device: str = "cuda", stop: Callable[[], bool] = lambda: False
+) -> Iterator[MpsDaemon]:
     """Have a daemon of MPS for a GPU while this is entered, once what drivers that were killed have left is ended.
 
-    gpu: its name in CUDA_VISIBLE_DEVICES. device: on which the daemon's first client computes, as torch calls it.
-    Raises `MpsUnavailable` where there is none; nothing of it stays then.
+    gpu: its name in CUDA_VISIBLE_DEVICES. device: on which the daemon's first client computes, as torch calls it. stop:
+    whether the run shall end; nothing is waited for then. Raises `MpsUnavailable` where there is none, or a file of it
+    cannot be written; nothing of it stays then.
     """
     if shutil.which(CONTROL) is None:
         raise MpsUnavailable(f"there is no {CONTROL} here, which comes with NVIDIA's driver")
     end_left_daemons()
-    daemon = MpsDaemon(Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_folder())), logs, gpu)
-    logs.mkdir(parents=True, exist_ok=True)
-    lock = _take_lock(daemon.folder)
-    try:
-        daemon.start()
-        daemon.require_client(device)
+    with ExitStack() as closers:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_folder()))
+            closers.callback(shutil.rmtree, folder, ignore_errors=True)
+            closers.callback(os.close, _take_lock(folder))
+            logs.mkdir(parents=True, exist_ok=True)
+            daemon = MpsDaemon(folder, logs, gpu)
+            closers.callback(daemon.end)
+            daemon.start(stop)
+            daemon.require_client(device, stop)
+        except OSError as error:
+            raise MpsUnavailable(f"its files cannot be written: {error.strerror}") from error
         yield daemon
-    finally:
-        daemon.end()
-        os.close(lock)
 
 
 def end_left_daemons() -> None:

@@ -31,6 +31,7 @@ from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranks.start import STORE
 from tba.runtime.ranks.worker import RankedWorker
 from tba.runtime.run_directory import RunDirectory
+from tba.runtime.stop_requests import StopRequest
 from tba.runtime.supervisor import Driver, Worker, worker_error
 from tba.training.ranks.messages import name_of_rank
 
@@ -42,8 +43,8 @@ class Processes(Driver):
 
     _mps: MpsDaemon | None = None  # which serves the GPU that trainer and searchers share
 
-    def prepare(self, closers: ExitStack) -> None:
-        super().prepare(closers)
+    def prepare(self, closers: ExitStack, stop: StopRequest) -> None:
+        super().prepare(closers, stop)
         places_by_worker = self._places()
         gpus, searcher_gpus = places_by_worker["trainer"].gpus, [places_by_worker[name].gpus for name in self.searchers]
         if gpus:
@@ -54,8 +55,8 @@ class Processes(Driver):
             if not gpus or gpus not in searcher_gpus:
                 raise MpsUnavailable("trainer and searchers share no GPU")
             name = environment_of(places_by_worker["trainer"], visible_devices())[VISIBLE_DEVICES]
-            daemon = mps_daemon(name, self.run.path / "logs" / "mps", self.recipe.model.trainer_device.type)
-            self._mps = closers.enter_context(daemon)
+            device = self.recipe.model.trainer_device.type
+            self._mps = closers.enter_context(mps_daemon(name, self.run.path / "logs" / "mps", device, stop))
         except MpsUnavailable as error:
             self._note = f"the run goes on without MPS (--run.mps): {error}"
             record_fault(self.run.path, WITHOUT_MPS, self._note)
