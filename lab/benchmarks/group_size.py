@@ -8,7 +8,8 @@
 A cell is a task, a group size and an age of the data. On seed 100 the middle three of its five rates are tried; a best
 one at the edge is followed by the next beyond it. Then come the counted seeds, one after the other, at the best rates.
 Each run is a row of `--rows` as soon as it has ended, and is not made again where its row is. `--field value` is set in
-every run, which then needs another folder and other rows. `--sizes 4 8 20` are these group sizes alone.
+every run, which then needs another folder and other rows. `--sizes 4 8 20` are these group sizes alone, `--ages k10` is
+this age alone.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=list(COMPARISONS), default=["sums", "countdown"])
     parser.add_argument("--seeds", default="0,1,2", help="those that are counted")
     parser.add_argument("--sizes", type=int, nargs="+", help="group sizes to make runs of; default: all")
+    parser.add_argument("--ages", nargs="+", choices=["sync", "k10"], default=["sync", "k10"])
     parser.add_argument("--out", type=Path, default=Path("studies/group_size"), help="the study's folder")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--table", action="store_true", help="only print what is there")
     options, fields = parser.parse_known_args()
     if not options.table:
         for task in options.tasks:
-            cells = [cell for cell in cells_of(task) if options.sizes is None or cell[1] in options.sizes]
+            cells = [cell for cell in cells_of(task) if cell[2] in options.ages]
+            cells = [cell for cell in cells if options.sizes is None or cell[1] in options.sizes]
             while variants := [v for cell in cells for v in untried(*cell, read(options.rows))]:
                 if code := make(variants, str(TUNED_ON), options.out, options.rows, fields):
                     return code

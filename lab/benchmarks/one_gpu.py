@@ -334,12 +334,12 @@ def time_publications(half: TrainerHalf, device: str) -> dict[str, float]:
     rows = []
 
     def publish() -> None:
-        half.trainer.publish()
+        half.publish()
         half.weights.settle()
 
     for _ in range(3):
         step_seconds = time_call(half.act, device)
-        half.trainer.publish()
+        half.publish()
         beside_seconds = time_call(half.act, device)
         half.weights.settle()
         rows.append((step_seconds, beside_seconds, time_call(publish, device)))
@@ -354,25 +354,34 @@ def time_publications(half: TrainerHalf, device: str) -> dict[str, float]:
 
 
 def time_steps_with_publications(half: TrainerHalf, device: str, k: int, steps: int = 20) -> dict[str, float]:
-    """Returns the seconds of a step where weights are due every k of them, as in a run, over those of one alone, and
-    the share of the versions due that were written.
+    """Returns the seconds of a step where weights are due every k of them, as in a run, over those of one alone, the
+    share of the versions due that were written, and how many updates the newest version lacks, on average over steps.
     """
     half.weights.settle()
     alone_seconds = statistics.median(time_call(half.act, device) for _ in range(3))
-    half.trainer.sync_every, half.trainer.published, written = k, half.trainer.version, 0
+    half.finish()
+    half.trainer.sync_every, half.trainer.published = k, half.trainer.version
+    lags, written = [], 0
 
     def run_steps() -> None:
         nonlocal written
         for _ in range(steps):
             half.act()
-            if half.trainer.should_publish and not half.weights.busy:
-                half.trainer.publish()
+            published = half.trainer.published
+            assert published is not None
+            lags.append(half.trainer.expected_version.step - published.step)
+            if half.trainer.is_sync_due(half.trainer.expected_version) and not half.weights.busy:
+                half.publish()
                 written += 1
 
     seconds = time_call(run_steps, device) / steps
     half.weights.settle()
     name = f"every_{k}_steps"
-    return {f"step_{name}_over_alone": seconds / alone_seconds, f"versions_written_{name}": written / (steps / k)}
+    return {
+        f"step_{name}_over_alone": seconds / alone_seconds,
+        f"versions_written_{name}": written / (steps / k),
+        f"mean_lag_{name}": statistics.fmean(lags),
+    }
 
 
 def arrival_seconds(half: TrainerHalf, engine: Any, device: str) -> float:
@@ -382,7 +391,7 @@ def arrival_seconds(half: TrainerHalf, engine: Any, device: str) -> float:
         half.act()
 
         def deliver() -> None:
-            half.trainer.publish()
+            half.publish()
             newest_version = half.weights.newer_than(engine.version)
             assert newest_version is not None
             engine.load(newest_version.read(), newest_version.version)
@@ -527,17 +536,17 @@ PARTS = {
     "tests": Part(45.0, run_tests, model=False),
     "engine": Part(60.0, partial(measure_engine, slots=72)),
     "engine-256": Part(45.0, partial(measure_engine, slots=256)),
-    "engine-144": Part(45.0, partial(measure_engine, slots=144)),
     "trainer": Part(45.0, measure_trainer),
-    "fixed segments": Part(30.0, partial(measure_trainer, size="0.5 B", has_fixed=True), model=False),
     "sharing": Part(45.0, partial(time_sharing, arrangements=BY_DEFAULT)),
     "arrangements": Part(90.0, partial(time_sharing, arrangements=OTHERS)),
-    "trainer compiled": Part(60.0, partial(measure_trainer, compiled=True)),
-    "engine compiled": Part(75.0, partial(measure_engine, slots=72, compiled=True)),
     "1.5 B": Part(60.0, partial(measure_trainer, checkpointed=True, size="1.5 B"), model=False),
     "8k": Part(60.0, measure_contexts, model=False),
     "quickstart": Part(75.0, run_quickstart, model=False),
     "smollm2": Part(120.0, run_smollm2, model=False),
+    "trainer compiled": Part(60.0, partial(measure_trainer, compiled=True)),
+    "engine compiled": Part(75.0, partial(measure_engine, slots=72, compiled=True)),
+    "engine-144": Part(45.0, partial(measure_engine, slots=144)),
+    "fixed segments": Part(30.0, partial(measure_trainer, size="0.5 B", has_fixed=True), model=False),
     "log-ratio": Part(25.0, measure_log_ratios),
     "both": Part(75.0, run_both_halves),
     "environment": Part(25.0, measure_environment, model=False),

@@ -33,13 +33,13 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from tba.batch import Batch, FetchedBatch, collate
 from tba.grading import call_in_thread
 from tba.models.huggingface import HuggingFace
-from tba.protocols import StagesWeights
+from tba.protocols import StagesWeights, start_objective
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.runtime.ranks.start import start_policy, start_ranks
 from tba.settings import find, override
 from tba.training.tiny_models import character_tokenizer
-from tba.training.trainer import Trainer
+from tba.training.trainer import PendingStep, Trainer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
@@ -187,9 +187,10 @@ class TrainerHalf(Half):
         self.directory = WeightDirectory(folder, settings=recipe.publish, dtype=recipe.model.compute)
         self.weights = BackgroundPublisher(self.directory, DEADLINE)
         self.recipe, self.fetched = recipe, batch_of(size)
+        self._unfinished_step: PendingStep | None = None
         self.trainer = Trainer(
             policy=policy,
-            objective=recipe.objective,
+            objective=start_objective(recipe.objective),
             weights=self.weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,
@@ -199,8 +200,26 @@ class TrainerHalf(Half):
         )
 
     def act(self) -> int:
-        self.trainer.step(self.fetched)
+        """Make an update, which on a GPU is read once the next one has begun, as in a run."""
+        step = self.trainer.begin(self.fetched)
+        self.finish()
+        self._unfinished_step = step
+        if self.trainer.optimizer.device_decides:
+            self.trainer.launch(step)
+        else:
+            self.finish()
         return 1
+
+    def finish(self) -> None:
+        """Read what came of the last update."""
+        if self._unfinished_step is not None:
+            self.trainer.finish(self._unfinished_step)
+            self._unfinished_step = None
+
+    def publish(self) -> None:
+        """Publish the weights that the last update made."""
+        self.finish()
+        self.trainer.publish()
 
 
 class SearcherHalf(Half):
@@ -226,6 +245,8 @@ class LoadingHalf(SearcherHalf):
         self.stage = self.engine.stage
         self.seconds, self.loads = seconds, 0
         self.weights = {name: p.detach().cpu().clone() for name, p in engine.model.named_parameters()}
+        if next(engine.model.parameters()).is_cuda:  # as the memory is in which a run's versions are
+            self.weights = {name: tensor.pin_memory() for name, tensor in self.weights.items()}
         self.future: Future[Any] | None = None
         self.loaded_at = time.monotonic()
 

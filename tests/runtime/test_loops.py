@@ -16,6 +16,7 @@ from torch import Tensor
 from lanes import open_lane
 from tba.device_to_host import HostCopies
 from tba.errors import DeadlineExceeded
+from tba.objectives.trajectory_balance import Asymmetric
 from tba.protocols import Manifest
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import read_faults
@@ -69,12 +70,25 @@ def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahe
     assert fetched == (10 if ahead else 9) * 2 * 8  # one batch ahead of the last was taken back
 
 
+@pytest.mark.parametrize("form", ["exact", "asymmetric"])
 def test_a_gpu_s_updates_are_recorded_a_step_later_and_nothing_is_lost_or_out_of_order(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """Decided on by the device, here the CPU: every third is published and waited for, a checkpoint follows it."""
-    search, train = start("--steps", "9", "--sync-every", "3", "--run.checkpoint-every", "3", close=False)
+    """Decided on by the device, here the CPU: every third is published and waited for, a checkpoint follows it. The
+    default form remembers earlier batches: a checkpoint has the batches of its own steps, and no more.
+    """
+    words = ("--steps", "9", "--sync-every", "3", "--run.checkpoint-every", "3", "--objective.off-policy", form)
+    search, train = start(*words, close=False)
     train.trainer.optimizer.device_decides = True
+    remembered_steps: list[int] = []
+    checkpoint = train.checkpoint
+
+    def note_memory() -> None:
+        if isinstance(train.trainer.objective, Asymmetric):
+            remembered_steps.append(train.trainer.objective.state()[0] - train.trainer.version.step)
+        checkpoint()
+
+    monkeypatch.setattr(train, "checkpoint", note_memory)
     rounds(search, 5)
     recorded: list[int] = []
     record = train._record
@@ -99,6 +113,7 @@ def test_a_gpu_s_updates_are_recorded_a_step_later_and_nothing_is_lost_or_out_of
     result = json.loads(train.run.result("trainer").read_text())
     assert result["ledger"]["trained_total_trajectories"] == 9 * 2 * 8 == sum(result["lags"].values())
     assert train.checkpointed_version == Version(0, 9)
+    assert remembered_steps == ([0, 0, 0] if form == "asymmetric" else [])
 
 
 def test_an_update_is_finished_before_the_trainer_waits_for_a_batch(

@@ -28,6 +28,16 @@ def test_both_prompt_styles_are_those_of_the_published_models() -> None:
     assert vineppo.prompt == f"[MATH_TASK] Problem:\n{NATALIA}\n\nSolution:"
 
 
+def test_the_chat_style_is_one_message_of_the_user_in_the_words_of_verls_data() -> None:
+    chat, plain = (Gsm8k(str(SLICE), style=style).problems("train")[0] for style in ("chat", "tba"))
+    (message,) = chat.prompt
+    assert message["role"] == "user"
+    question = chat.fields["question"]
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    assert message["content"] == f"{question} {instruction}"
+    assert (chat.fields, chat.demonstration) == (plain.fields, plain.demonstration)
+
+
 def test_prompt_and_demonstration_meet_at_one_line_break_in_both_styles() -> None:
     for style in ("tba", "vineppo"):
         for problem in Gsm8k(str(SLICE), style=style).problems("train"):

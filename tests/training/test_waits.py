@@ -78,13 +78,14 @@ def test_a_step_reads_all_it_needs_from_the_device_at_once(
     assert metrics["tokens"] == int(batch.batch.length_B.sum())
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_step_whose_update_the_device_decides_on_is_launched_without_a_wait_and_read_once_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the next step's backward pass in between: `item()` and its like raise on the meta device. AdamW has no
     kernels for it; `test_kernel_counts` counts these.
     """
-    trainer = trainer_on_meta(TrajectoryBalance(BETA), WHOLE, tmp_path)
+    trainer = trainer_on_meta(OBJECTIVES[objective], WHOLE, tmp_path)
     trainer.optimizer.device_decides = True
     monkeypatch.setattr(trainer.optimizer._adamw, "step", lambda: None)
     reads: list[int] = []

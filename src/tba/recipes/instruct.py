@@ -6,6 +6,9 @@
 Questions about everyday topics come with one to three instructions that a function can check (`tasks/instruct.py`).
 Without `--model.path` the weights are the Hub's. Needs the extras `tba-rl[instruct,lora]`, and `gguf` for the first
 command; docs/real_model.md says what comes out.
+
+The form of the objective is the default. On stale data the paper's (`--objective.off-policy none`) was not worse on
+SmolLM2, and the rule that decides between them has not run yet (docs/objectives.md).
 """
 
 from __future__ import annotations

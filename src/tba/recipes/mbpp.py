@@ -6,6 +6,9 @@ An answer's code is its last block between fences, and runs in a sandbox (`tba.C
 reward is the share of the three asserts that pass, of which the prompt shows one; evaluations count the answers that
 pass all. The settings are those of the package's other recipes of this size; nobody has tuned them. Needs the extra
 `tba-rl[hub]` for the Hub.
+
+The form of the objective is the default. On stale data the paper's (`--objective.off-policy none`) was not worse on
+SmolLM2, and the rule that decides between them has not run yet (docs/objectives.md).
 """
 
 from __future__ import annotations

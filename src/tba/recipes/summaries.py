@@ -7,6 +7,9 @@
 Posts of at most 1,100 characters, summaries of one sentence. The reward is what a model of people's marks says of the
 summary (REALSumm; of news), less a price for a length other than the base's own: those marks are mostly of length. The
 judge was trained on something else. lab/real_model.md says how both are made, and what comes out.
+
+The form of the objective is the default. On stale data the paper's (`--objective.off-policy none`) was not worse on
+SmolLM2, and the rule that decides between them has not run yet (docs/objectives.md).
 """
 
 from __future__ import annotations

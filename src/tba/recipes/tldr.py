@@ -8,7 +8,7 @@ Departures from the paper, each with the field that undoes it:
 
 - the gradient is clipped to norm 1                              `--optimizer.clip-norm None`
 - the advantage form, (beta/2) L                                 `--objective.form raw`
-- stale answers weigh less                                       `--objective.off-policy none`
+- stale answers weigh less, and a push (docs/objectives.md)      `--objective.off-policy none`
 - evaluated at temperature 0 where the paper has 0.01            (stays)
 - reward models in float32, on the searchers' device             (stays)
 

@@ -5,7 +5,8 @@ trained on answers that the gold model scored. The policy is trained on the prox
 the gold model scores it above the person's. The warm start (eight minutes of one core, once, cached) first learns the
 language of the posts, then to repeat a sentence, then to answer with one sentence of the post: a model of this size
 trained on people's summaries writes lines that could be about any post. Which sentence to choose is left to RL. With
-`--model.path` there is no warm start.
+`--model.path` there is no warm start. The form of the objective is the default, which is `exact` here, because answers
+that are copies are left out (lab/default_form.md).
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ It is asked for products that it cannot work out; a tool knows them (`environmen
 described, and called, as its chat template has it, after one example. The reward is 1 for the right product. What the
 tool says is read and never trained. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`,
 and `gguf` for the first command; docs/real_model.md says what comes out.
+
+The form of the objective is the default. On stale data the paper's (`--objective.off-policy none`) was not worse on
+SmolLM2, and the rule that decides between them has not run yet (docs/objectives.md).
 """
 
 from __future__ import annotations

@@ -175,11 +175,11 @@ class TrainerLoop:
             self._finish_step(step)
 
     def _may_finish_later(self) -> bool:
-        """Returns whether an update can be read after the next step has begun: the device decides on it, and that step
-        changes nothing that belongs to this one.
+        """Returns whether an update can be read after the next step has begun, because the device decides on it. An
+        objective that remembers batches then has the next one already, of which no checkpoint is made: a step after
+        which one is due is read before the next begins.
         """
-        has_state = isinstance(self.trainer.objective, Remembering)
-        return self.trainer.optimizer.device_decides and not has_state and self.ranks is None
+        return self.trainer.optimizer.device_decides and self.ranks is None
 
     def _is_due_at(self, version: Version) -> bool:
         """Returns whether there is more to do at a version than to record the step that made it."""

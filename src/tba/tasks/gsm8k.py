@@ -1,7 +1,7 @@
 """GSM8K, grade-school word problems (Cobbe et al., arXiv 2110.14168; MIT licence): 7,473 to train, 1,319 to evaluate.
 
-Invariant: a prompt is one of the two texts that published models were trained on, to the character; the right answer
-is what follows `####` in the solution, without commas.
+Invariant: a prompt is one of the two texts that published models were trained on, to the character, or a message of the
+user in the words of verl's data; the right answer is what follows `####` in the solution, without commas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _PROMPT = {
     "tba": "[MATH TASK] Problem:\n{question}\n\nSolution:\n",  # the official TBA code
     "vineppo": "[MATH_TASK] Problem:\n{question}\n\nSolution:",  # VinePPO, async_rlhf, the rho-1b SFT model
 }
+INSTRUCTION = (
+    f'Let\'s think step by step and output the final answer after "{MARK}".'  # verl's examples/data_preprocess
+)
 _BEFORE_SOLUTION = {"tba": "", "vineppo": "\n"}  # that prompt ends before the line break
 _FILE = {"train": "train", "eval": "test"}
 _CALCULATION = re.compile(r"<<[^<>]*+>>")
@@ -39,7 +42,7 @@ class Gsm8k:
 
     path: str = "openai/gsm8k"  # a Hub name, a folder with train.jsonl and test.jsonl, or the training file itself
     eval_path: str | None = None  # the evaluation file, where `path` is the training file
-    style: Style = "tba"  # "vineppo" is what realtreetune/rho-1b-sft-GSM8K was trained with
+    style: Literal["tba", "vineppo", "chat"] = "tba"  # "vineppo" for rho-1b-sft-GSM8K; "chat" for instruct models
     strict: bool = False  # read the number after #### only, not the last one of the text
     calculator: bool = False  # keep the file's calculator annotations, <<48/2=24>>, in the demonstrations
 
@@ -92,11 +95,11 @@ class Gsm8k:
             raise UserError(f"{row.place} has a field 'answer' without '{MARK} number' at its end: write it like GSM8K")
         if not self.calculator:
             reasoning = _CALCULATION.sub("", reasoning)
-        return Problem(
-            prompt_text(question, self.style),
-            {"question": question, "answer": answer},
-            demonstration_text(reasoning, answer, self.style),
-        )
+        fields = {"question": question, "answer": answer}
+        if self.style == "chat":
+            messages = ({"role": "user", "content": f"{question} {INSTRUCTION}"},)
+            return Problem(messages, fields, demonstration_text(reasoning, answer, "tba"))
+        return Problem(prompt_text(question, self.style), fields, demonstration_text(reasoning, answer, self.style))
 
 
 def prompt_text(question: str, style: Style) -> str:
