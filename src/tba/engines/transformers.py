@@ -606,7 +606,7 @@ class TransformersFlow:
         return steps
 
     def _find_finished_rows(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Returns the rows whose turn has ended. Only this method waits for the device."""
+        """Returns the rows whose turn has ended. The device is waited for once, and again where rows are taken out."""
         n = self.extent
         requests: list[_Request] = self.request_R[:n].tolist()
         reach = max((request.stops.reach(self.stride) for request in requests), default=0)
