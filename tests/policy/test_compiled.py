@@ -26,7 +26,6 @@ def gradients(policy: CausalPolicy, batch: Batch) -> tuple[torch.Tensor, list[to
 
 
 @compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at those of tensors that have none
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_layers_give_the_same_log_probabilities_and_gradients(checkpointed: bool) -> None:
     plain, compiled = (CausalPolicy(llama(), gradient_checkpointing=checkpointed, compiled=on) for on in (False, True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -433,6 +434,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
     gathering of shards) stays outside.
     """
     exclude_attention_from_compile()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = torch.compile(layer.forward, dynamic=True)
