@@ -42,7 +42,7 @@ def test_compiled_layers_give_the_same_log_probabilities_and_gradients(checkpoin
     with fresh_cache():  # what was compiled before has no code to look at
         _, codes = run_and_get_code(compare)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 0 < graphs <= 8  # the parts of a layer around its attention: no new ones for every batch
+    assert 0 < graphs <= 4  # the parts of a layer around its attention: no new ones for other layers or batches
     # a layer beside its attention, whose code all layers share: 7 products forward and 14 backward, and few kernels
     # more, because rotary positions, SwiGLU, and a residual with the norm after it are one each
     calls = "".join(code[code.index("def call(") :] for code in codes)

@@ -12,8 +12,8 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import safetensors.torch
@@ -145,7 +145,9 @@ def _fuse_adapters(model: PreTrainedModel) -> None:
     for module in model.modules():
         is_plain = type(module) is Linear and type(module.base_layer) is torch.nn.Linear
         if is_plain or (isinstance(module, LoraLayer) and _four_bit(module.base_layer.weight) is not None):
-            module.forward = partial(_adapted_linear, module)
+            module.forward = MethodType(
+                _adapted_linear, module
+            )  # of one function: `torch.compile` takes it as the same
 
 
 def _adapted_linear(layer: Any, x: Tensor) -> Tensor:

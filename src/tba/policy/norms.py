@@ -7,9 +7,9 @@ once, where a written-out one in half precision rounds twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fuse_norms(model: torch.nn.Module) -> None:
     """Give the model's plain norms `rms_norm` on accelerators, for good, unless they have it already."""
     for module in model.modules():
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        eps = _eps_of(module)
         is_rms_norm = type(module).__name__.endswith("RMSNorm") and list(module._parameters) == ["weight"]
         if is_rms_norm and isinstance(eps, float) and "forward" not in vars(module) and _is_plain(module, eps):
-            module.forward = partial(_norm_forward, module, module.forward, eps)
+            module.forward = MethodType(_norm_forward, module)  # compiled once for all layers, as one function
 
 
-def _norm_forward(module: torch.nn.Module, fallback: Callable[[Tensor], Tensor], eps: float, x: Tensor) -> Tensor:
+def _norm_forward(module: torch.nn.Module, x: Tensor) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     if (x.is_cuda or x.is_meta) and x.dtype == weight.dtype:
-        return rms_norm(x, weight, eps)
-    return fallback(x)
+        return rms_norm(x, weight, _eps_of(module))
+    out: Tensor = type(module).forward(module, x)
+    return out
+
+
+def _eps_of(module: torch.nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
 @torch.no_grad()
