@@ -49,8 +49,8 @@ def main() -> int:
                     return code
             chosen = [name_of(*cell, rate) for cell in cells if (rate := best(*cell, read(options.rows)))]
             for seed in options.seeds.split(","):
-                ended = {row["variant"] for row in read(options.rows) if row["seed"] == seed}
-                variants = [name for name in chosen if name not in ended]
+                finished_variants = {row["variant"] for row in read(options.rows) if row["seed"] == seed}
+                variants = [name for name in chosen if name not in finished_variants]
                 if variants and (code := make(variants, seed, options.out, options.rows, fields)):
                     return code
     print(table(read(options.rows)))
@@ -78,7 +78,8 @@ def keep(out: Path, rows: Path) -> None:
         kept_rows = [row for row in read(rows) if (row["variant"], row["seed"]) not in trials]
         beside = rows.with_suffix(".new")
         with beside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(study_rows[0]))
+            columns = list(dict.fromkeys(name for row in [*kept_rows, *study_rows] for name in row))
+            writer = csv.DictWriter(file, columns, lineterminator="\n")  # a run that failed has fewer figures
             writer.writeheader()
             writer.writerows([*kept_rows, *study_rows])
         beside.replace(rows)

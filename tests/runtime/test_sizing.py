@@ -286,7 +286,7 @@ def test_where_slots_are_more_than_the_default_each_half_has_what_an_allocator_l
             where = places_on(sized_recipe, machine(gigabytes))
             for worker, half in zip(("trainer", "searcher-0"), halves, strict=True):
                 assert where[worker].share * gigabytes * GB >= half + max(0.15 * half, LOST) - 1
-    assert len(set(slots_by_memory.values())) > 2  # some cards have room for part of a batch
+    assert any(64 < slots < 144 for slots in slots_by_memory.values())  # a card that has room for part of a batch
 
 
 @pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
@@ -320,7 +320,8 @@ def test_the_trainer_has_slack_where_there_is_room_and_the_half_that_can_use_it_
         )
         return places_on(other, machine(141))["trainer"].share * 141 * GB / by_part(other)["trainer"].total
 
-    assert trainer_bytes("auto", THREE) > 1.15  # vLLM is not installed
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)  # vLLM is not installed
+    assert trainer_bytes("auto", THREE) > 1.15
     monkeypatch.setattr(devices, "find_spec", lambda name: name)
     assert trainer_bytes("vllm", RHO) == pytest.approx(1.15)
     assert trainer_bytes("auto", RHO) == pytest.approx(share * 141 * GB / need["trainer"])  # which takes ours

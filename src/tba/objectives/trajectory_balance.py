@@ -205,8 +205,8 @@ class Memory:
     """Remembers the slant of earlier steps' batches: running means of it and of its square. That of the present step is
     kept apart.
 
-    They are sums on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
-    was of is skipped, and the next batch has its number.
+    They are sums on the policy's device, which is not waited for. A slant that is not finite leaves no trace. Where an
+    update is skipped, its batch and the next one may count as one step.
     """
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ class CausalPolicy:
         if not is_unfilled:
             self._probe()
         self._compiled = compiled
-        if compiled:
+        if compiled and not is_unfilled:  # after the probe, whose few tokens need no code of their own
             _compile_layers(model)
         self._sharded_model: ShardedModel | None = None
         self.has_adapters = has_adapters(model)
@@ -155,6 +155,8 @@ class CausalPolicy:
             self._sharded_model.fill(files, sharding.mesh.device_type)
             sharding.wait_for_ranks()
             self._sharded_model.run(self._probe)
+            if self._compiled:
+                _compile_layers(self.model)
             self._sharded_model.reshard()  # or `parameters` would be those that were gathered for it
 
     def evaluate(self, batch: Batch) -> PolicyOutput:

@@ -153,11 +153,12 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
     most = USABLE * memory - other_need
     trainer = trainer_need + allocator_slack(trainer_need)
     if not may_use_vllm(recipe):
-        trainer = max(trainer, most - allocator_slack(other_need))  # what an engine of ours would never use
+        slack = searchers * allocator_slack(other_need / max(1, searchers))
+        trainer = max(trainer, most - slack)  # what an engine of ours would never use
     return min(trainer, most) / memory
 
 
-def allocator_slack(need: int) -> float:
+def allocator_slack(need: float) -> float:
     """Returns the bytes that an allocator may lose beside those that are computed."""
     return max(SLACK * need, LOST)
 

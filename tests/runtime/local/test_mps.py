@@ -162,12 +162,23 @@ def test_a_stop_is_not_kept_waiting_by_a_daemon_that_hangs(
 
 
 def test_a_stop_is_not_kept_waiting_by_the_first_client(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in.calls_file.touch()
-    daemon = mps_daemon("0", tmp_path / "logs", "cpu", lambda: "get_server_list" in stand_in.words)
+    daemon = mps_daemon("0", tmp_path / "logs", "cpu", lambda: any(stand_in.folders.glob("*/probe.log")))
     with pytest.raises(MpsUnavailable, match="a stop was requested"), daemon:
         raise AssertionError("it was entered")
     assert not list(stand_in.folders.iterdir())
-    assert not stand_in.daemons
+    until(lambda: not stand_in.daemons, SECONDS, "the daemon to end")
+
+
+def test_a_daemon_whose_end_is_interrupted_is_killed(
+    stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), mps_daemon("0", tmp_path / "logs", "cpu") as daemon:
+        monkeypatch.setattr(type(daemon), "_call", interrupt)
+    until(lambda: not stand_in.daemons, SECONDS, "the daemon to end")
+    assert not list(stand_in.folders.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence_and_leaves_nothing(stand_in: StandIn, tmp_path: Path) -> None:

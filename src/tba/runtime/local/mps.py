@@ -93,13 +93,15 @@ class MpsDaemon:
 
     def end(self) -> None:
         """End the daemon and what it has started, by force where it does not end by itself, and remove its folder."""
-        if (self.folder / "control").exists():
-            with suppress(MpsUnavailable):
-                self._call((), b"quit\n", QUIT_SECONDS, subprocess.DEVNULL, "ended")
-        for process in _processes_of(self.folder):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if (self.folder / "control").exists():
+                with suppress(MpsUnavailable):
+                    self._call((), b"quit\n", QUIT_SECONDS, subprocess.DEVNULL, "ended")
+        finally:  # also where Ctrl-C ends the wait: without the folder nobody would find the daemon again
+            for process in _processes_of(self.folder):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _call(
         self,
@@ -118,15 +120,20 @@ class MpsDaemon:
             with subprocess.Popen(  # noqa: S603 - a fixed program with fixed arguments
                 command, stdin=subprocess.PIPE, env=environment, stdout=output, stderr=subprocess.STDOUT
             ) as process:
-                while True:
-                    try:
-                        process.communicate(text, timeout=_POLL)
-                        return process.returncode
-                    except subprocess.TimeoutExpired:
-                        text = b""  # it is being sent
-                    if stop() or time.monotonic() > limit:
-                        process.kill()
-                        raise MpsUnavailable(_STOPPED if stop() else f"{CONTROL} had not {deed} after {seconds:g} s")
+                try:
+                    assert process.stdin is not None
+                    with suppress(BrokenPipeError):  # it has ended; a few bytes never block
+                        process.stdin.write(text)
+                        process.stdin.close()
+                    while True:
+                        with suppress(subprocess.TimeoutExpired):
+                            return process.wait(_POLL)
+                        if stop() or time.monotonic() > limit:
+                            reason = _STOPPED if stop() else f"{CONTROL} had not {deed} after {seconds:g} s"
+                            raise MpsUnavailable(reason)
+                except BaseException:
+                    process.kill()
+                    raise
         except OSError as error:
             raise MpsUnavailable(f"{CONTROL} cannot be called: {error.strerror}") from error
 
@@ -138,8 +145,8 @@ def mps_daemon(
     """Have a daemon of MPS for a GPU while this is entered, once what drivers that were killed have left is ended.
 
     gpu: its name in CUDA_VISIBLE_DEVICES. device: on which the daemon's first client computes, as torch calls it. stop:
-    whether the run shall end; nothing is waited for then. Raises `MpsUnavailable` where there is none, or a file of it
-    cannot be written; nothing of it stays then.
+    whether the run shall end; only the daemon's end is waited for then. Raises `MpsUnavailable` where there is none, or
+    a file of it cannot be written; nothing of it stays then.
     """
     if shutil.which(CONTROL) is None:
         raise MpsUnavailable(f"there is no {CONTROL} here, which comes with NVIDIA's driver")
@@ -155,7 +162,7 @@ def mps_daemon(
             daemon.start(stop)
             daemon.require_client(device, stop)
         except OSError as error:
-            raise MpsUnavailable(f"its files cannot be written: {error.strerror}") from error
+            raise MpsUnavailable(f"its files cannot be written: {error.strerror or error}") from error
         yield daemon
 
 

@@ -58,6 +58,8 @@ class Processes(Driver):
             device = self.recipe.model.trainer_device.type
             self._mps = closers.enter_context(mps_daemon(name, self.run.path / "logs" / "mps", device, stop))
         except MpsUnavailable as error:
+            if stop():
+                return
             self._note = f"the run goes on without MPS (--run.mps): {error}"
             record_fault(self.run.path, WITHOUT_MPS, self._note)
 
