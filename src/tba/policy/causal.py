@@ -47,7 +47,7 @@ from tba.policy.low_precision import LowPrecision
 from tba.policy.norms import fuse_norms
 from tba.policy.packed import (
     ATTENTION,
-    exclude_attention_from_compile,
+    exclude_packed_attention_from_compile,
     pack,
     packed_hidden,
     use_packed_attention,
@@ -435,7 +435,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer for any number of tokens: all but packed attention. What surrounds a layer (checkpointing, the
     gathering of shards) stays outside.
     """
-    exclude_attention_from_compile()
+    exclude_packed_attention_from_compile()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):

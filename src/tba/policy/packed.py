@@ -192,7 +192,7 @@ def packed_attention(
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
-def exclude_attention_from_compile() -> None:
+def exclude_packed_attention_from_compile() -> None:
     """Keep `torch.compile` out of attention from here on; its layout is new with every batch."""
     AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
 
