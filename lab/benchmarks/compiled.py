@@ -70,7 +70,9 @@ def code_kernels(act: Callable[[], object]) -> int:
 def print_counts() -> None:
     """Print what a layer launches beside its attention, and what follows for Qwen2.5-0.5B's 24 layers."""
     policy, batch = CausalPolicy(model_of(VOCABULARY), kept_bytes=0, compiled=True), batch_of(SHAPES[0], 0)
+    torch._dynamo.utils.counters.clear()
     compiled_count = code_kernels(lambda: packed_step(policy, batch))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # of one layer, if all layers share its code
     one, two = (step(policy_on_meta(False, layers=layers), meta_batch()) for layers in (1, 2))
     layer_count = sum(two[part].kernels - one[part].kernels for part in ("forward", "backward"))
     plain_count = layer_count - counted(attention_alone(200)).kernels
@@ -79,6 +81,7 @@ def print_counts() -> None:
     )
     print("| | one by one | compiled |\n|---|---|---|")
     print(f"| a layer beside its attention, forward and backward | {plain_count} | {compiled_count} |")
+    print(f"| pieces of code for {policy.model.config.num_hidden_layers} layers | | {graphs} |")
     print(f"| so a step of 24 layers | {whole_count:,} | {whole_count - 24 * (plain_count - compiled_count):,} |")
 
 

@@ -145,9 +145,7 @@ def _fuse_adapters(model: PreTrainedModel) -> None:
     for module in model.modules():
         is_plain = type(module) is Linear and type(module.base_layer) is torch.nn.Linear
         if is_plain or (isinstance(module, LoraLayer) and _four_bit(module.base_layer.weight) is not None):
-            module.forward = MethodType(
-                _adapted_linear, module
-            )  # of one function: `torch.compile` takes it as the same
+            module.forward = MethodType(_adapted_linear, module)  # as one function it is compiled once
 
 
 def _adapted_linear(layer: Any, x: Tensor) -> Tensor:

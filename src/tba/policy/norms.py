@@ -26,7 +26,7 @@ def fuse_norms(model: torch.nn.Module) -> None:
         eps = _eps_of(module)
         is_rms_norm = type(module).__name__.endswith("RMSNorm") and list(module._parameters) == ["weight"]
         if is_rms_norm and isinstance(eps, float) and "forward" not in vars(module) and _is_plain(module, eps):
-            module.forward = MethodType(_norm_forward, module)  # compiled once for all layers, as one function
+            module.forward = MethodType(_norm_forward, module)  # as one function it is compiled once
 
 
 def _norm_forward(module: torch.nn.Module, x: Tensor) -> Tensor:

@@ -186,14 +186,14 @@ class Signal:
             proposals.append(
                 f"a rate that decays: WarmupStableDecay({schedule.warmup}, {stable}, {decay}) as the optimizer's "
                 f"schedule, in the recipe's code, since it is constant after {schedule.warmup} of {recipe.steps} "
-                "updates. With such a decay and the earlier push sums ended at 96.9 %, without at 95.7; at three times "
-                "the rate at 93.8 and 79.1"
+                "updates. With such a decay sums ended at 96.9 %, without at 95.7; at three times the rate at 93.8 and "
+                "79.1 (with the default form of before 2026-11-28)"
             )
         if not recipe.optimizer.weight_average and effective is not None and effective < FAST_DRIFT:
             proposals.append(
                 f"averaged weights: --optimizer.weight-average, since the policy moves fast: {DRIFT_UPDATES} updates "
-                f"leave an effective sample size of {percent(effective)}. At 1e-4, with the earlier push, sums "
-                "fell by up to 6.5 points on the way, averages by 1.7, to the same end (docs/run.md)"
+                f"leave an effective sample size of {percent(effective)}. At 1e-4 sums fell by up to 6.5 points on the "
+                "way, averages by 1.7, to the same end (docs/run.md; with the default form of before 2026-11-28)"
             )
         return proposals
 
