@@ -181,12 +181,16 @@ def visible_devices() -> str | None:
 
 
 def may_use_vllm(recipe: Recipe) -> bool:
-    """Returns whether vLLM may sample, or another engine that nobody knows."""
+    """Returns whether vLLM may sample, or another engine that nobody knows. The engine `auto` takes vLLM where it is
+    installed, and the nodes of a cluster may have it; a recipe that names vLLM is planned with it on any machine.
+    """
     model = recipe.model
     if not isinstance(model, ChoosesEngine):
         return True
-    has_vllm = recipe.runtime == "cluster" or find_spec("vllm") is not None  # whose nodes may have it
-    return has_vllm and model.may_use_vllm(longest_prompt(recipe))
+    if not model.may_use_vllm(longest_prompt(recipe)):
+        return False
+    is_auto = isinstance(model, HasGeneration) and model.generation.engine == "auto"
+    return not is_auto or recipe.runtime == "cluster" or find_spec("vllm") is not None
 
 
 @contextmanager
