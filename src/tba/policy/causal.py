@@ -18,6 +18,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -439,7 +440,8 @@ def _compile_layers(model: PreTrainedModel) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            # a method, so that a copy of the model computes with its own weights
+            layer.forward = MethodType(torch.compile(type(layer).forward, dynamic=True), layer)
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
