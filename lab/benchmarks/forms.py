@@ -3,6 +3,7 @@
     tba model smollm2 --out smollm2
     python lab/benchmarks/forms.py --model smollm2 --rows forms.csv [--device cuda --at-once 6] [--seeds 3] [...]
     python lab/benchmarks/forms.py --rows forms.csv --table
+    python lab/benchmarks/forms.py --task tools --forms none asymmetric grpo-answer --model smollm2 --rows tools.csv
 
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
@@ -20,6 +21,9 @@ table has each form at the rate that is best at the same k on seed 100, where on
 Forms that are in no tier are `spread-half` and `spread-one`, whose weights are between those of `none` and of
 `asymmetric`, and `raft`, which keeps every answer with a reward above 0, though rewards are shares here, so that it
 learns answers that fulfil half of what was asked; `raft-best` keeps the best of each group.
+
+`--task tools` has the recipe `tools` in the place of `instruct`: 40 updates of 48 answers, in which a tool is called,
+and 500 held-out products. Its rows belong in a file of their own. `--forms` leaves out the other forms of `TIERS`.
 
 `--rule` makes the runs of the second rule of lab/default_form.md (on an H200 some 50 minutes) and prints what it says:
 rates at each age on seed 100, 16 pairs at k = 16, 25 seeds of each form at k = 1.
@@ -61,8 +65,9 @@ from tba.objectives.raft import Raft
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
-from tba.recipe import RuntimeSettings
+from tba.recipe import Recipe, RuntimeSettings
 from tba.recipes.instruct import recipe as instruct
+from tba.recipes.tools import recipe as tools
 from tba.record.recorder import RecordSettings
 from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
@@ -108,6 +113,11 @@ base = replace(
     run=RuntimeSettings(checkpoint_every=0),
     record=RecordSettings(tensorboard=False, samples_per_batch=0),
 )
+TASKS: dict[str, Recipe] = {
+    "instruct": base,
+    "tools": replace(base, task=tools.task, model=tools.model, prompts=tools.prompts, steps=tools.steps,
+          optimizer=replace(base.optimizer, schedule=tools.optimizer.schedule)),
+}  # fmt: skip
 OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
@@ -126,10 +136,14 @@ OBJECTIVES: dict[str, Objective] = {
     "raft-best": Raft(keep="best"),
 }
 FORMS_OF_ROWS = (*OBJECTIVES, "earlier-push")  # the last is of before 2026-11-28: `asymmetric` with c = 1.5 g q^2
-study = Study(  # for `tba train lab/benchmarks/forms.py::exact`
+study = Study(  # for `tba train lab/benchmarks/forms.py::instruct-exact`
     name="forms",
     recipe=base,
-    variants={name: Variant(replace(base, objective=objective)) for name, objective in OBJECTIVES.items()},
+    variants={
+        f"{task}-{name}": Variant(replace(recipe, objective=objective))
+        for task, recipe in TASKS.items()
+        for name, objective in OBJECTIVES.items()
+    },
 )
 
 
@@ -164,6 +178,8 @@ class Row(Cell):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--task", choices=list(TASKS), default="instruct")
+    parser.add_argument("--forms", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--model", help="a folder, as `tba model` writes it")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -185,11 +201,16 @@ def main() -> int:
         device = options.device
         if "--model.dtype" in overrides:
             device += f"-{overrides[overrides.index('--model.dtype') + 1]}"
-        bench = Bench(options.rows, options.folder or options.rows.parent / "runs", device, arguments)
+        folder = options.folder or options.rows.parent / "runs"
+        bench = Bench(options.rows, folder, device, arguments, variant=f"{options.task}-{{}}")
         parts = [cell.split(":") for cell in options.cells]
         k, m = FRESH if options.fresh else STALE
         requested_cells = [Cell(form, k, m, float(rate), int(seed)) for form, rate, seed in parts]
-        find_missing: Callable[[Sequence[Row]], list[Cell]] = partial(next_cells, seeds=range(options.seeds))
+        find_missing: Callable[[Sequence[Row]], list[Cell]] = partial(
+            next_cells,
+            seeds=range(options.seeds),
+            tiers=[[form for form in tier if form in options.forms] for tier in TIERS],
+        )
         if requested_cells:
             find_missing = partial(missing_cells, requested_cells)
         elif options.rule:
@@ -212,7 +233,7 @@ class Bench:
     device: str
     arguments: Sequence[str]  # fields of every run
     script: Path = Path(__file__).resolve()  # whose study has a variant for each form
-    variant: str = "{}"  # its name, with a form put in
+    variant: str = "instruct-{}"  # its name, with a form put in
     row: type[Row] = Row
 
     def make_runs(self, at_once: int, find_missing: Callable[[Sequence[Row]], list[Cell]]) -> bool:
@@ -292,11 +313,11 @@ def missing_cells(requested_cells: Sequence[Cell], rows: Sequence[Row]) -> list[
     return [c for c in requested_cells if (c.form, c.k, c.rate, c.seed) not in existing_runs]
 
 
-def next_cells(rows: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
+def next_cells(rows: Sequence[Row], seeds: Sequence[int], tiers: Sequence[Sequence[str]] = TIERS) -> list[Cell]:
     """Returns the runs that can be made next and have no row, in order."""
     cells: list[Cell] = []
     best_rates: dict[str, float] = {}
-    for tier in TIERS:
+    for tier in tiers:
         for form in tier:
             rates, best = tuning_rates(form, rows)
             cells += [Cell(form, *STALE, rate, TUNING_SEED) for rate in rates]
