@@ -80,13 +80,13 @@ def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Itera
     Functions, tuples of settings, and components that are None can be set by a recipe's code only. by_code: include
     fields that a command line could spell but that are for code to set.
     """
-    hints = typing.get_type_hints(type(settings))
+    types = field_types(settings.__class__)
     for f in dataclasses.fields(settings):
         flag, value = prefix + f.name.replace("_", "-"), getattr(settings, f.name)
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{flag}.", by_code)
-        elif f.init and is_plain(hints[f.name]) and (by_code or "by_code" not in f.metadata):
-            yield Field(flag, settings, f.name, hints[f.name])
+        elif f.name in types and is_plain(types[f.name]) and (by_code or "by_code" not in f.metadata):
+            yield Field(flag, settings, f.name, types[f.name])
 
 
 def without_effect(settings: Any, prefix: str = "--") -> dict[str, str]:
