@@ -368,18 +368,18 @@ def table(rows: Sequence[Row]) -> str:
             "|---" * 9 + "|",
         ]
         for form in FORMS_OF_ROWS:
-            runs = [r for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED]
-            if not runs:
-                continue
-            baselines = ("none", "asymmetric")
-            gains = [paired_gains(rows, form, baseline, k) if form != baseline else [] for baseline in baselines]
-            cells = [
-                *summary(runs),
-                f"{fmean(r.ess for r in runs):.2f}",
-                f"{fmean(r.lag for r in runs):.1f}",
-                *(format_interval(x) if x else "" for x in gains),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            for rate in _counted_rates(rows, form, k):  # several where none was chosen
+                rows_at_rate = [r for r in rows if r.form != form or r.rate == rate]
+                runs = [r for r in rows_at_rate if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED]
+                baselines = ("none", "asymmetric")
+                gains = [paired_gains(rows_at_rate, form, other, k) if form != other else [] for other in baselines]
+                cells = [
+                    *summary(runs),
+                    f"{fmean(r.ess for r in runs):.2f}",
+                    f"{fmean(r.lag for r in runs):.1f}",
+                    *(format_interval(x) if x else "" for x in gains),
+                ]
+                lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     for form in FORMS_OF_ROWS:
         stale_gains, fresh_gains = (paired_gains(rows, form, "none", k) for k, _ in (STALE, FRESH))
@@ -406,8 +406,14 @@ def _has_best_rate(row: Row, rows: Sequence[Row]) -> bool:
     return True
 
 
+def _counted_rates(rows: Sequence[Row], form: str, k: int) -> list[float]:
+    return sorted({r.rate for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED})
+
+
 def paired_gains(rows: Sequence[Row], form: str, other_form: str, k: int) -> list[float]:
-    """Returns by how many points a form is above another, by seed."""
+    """Returns by how many points a form is above another, by seed; empty where one has several rates."""
+    if max(len(_counted_rates(rows, f, k)) for f in (form, other_form)) > 1:
+        return []
     accuracies = {f: {r.seed: 100 * r.after for r in rows if (r.form, r.k) == (f, k)} for f in (form, other_form)}
     seeds = sorted((accuracies[form].keys() & accuracies[other_form].keys()) - {TUNING_SEED})
     return [accuracies[form][seed] - accuracies[other_form][seed] for seed in seeds]

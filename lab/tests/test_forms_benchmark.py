@@ -139,3 +139,11 @@ def test_the_second_rule_tunes_at_each_age_and_pools_by_precision(forms: Any) ->
     ]
     assert forms.rule_verdict(equal_rows, *forms.RULE_FORMS).endswith(": none")
     assert "waits for runs: 0 pairs" in forms.rule_verdict([], *forms.RULE_FORMS)
+
+
+def test_where_no_rate_was_chosen_the_table_has_each_and_compares_none(forms: Any) -> None:
+    rows = [row(forms, "decoupled", rate, 0, x) for rate, x in ((4e-4, 0.3), (8e-4, 0.5))]
+    table = forms.table([*rows, row(forms, "none", 4e-4, 0, 0.2)])
+    assert "| decoupled | 0.0004 | 1 | 30.0 | 30.0 | 0.50 | 9.0 | 10.0 |  |" in table
+    assert "| decoupled | 0.0008 | 1 | 50.0 | 50.0 | 0.50 | 9.0 | 30.0 |  |" in table
+    assert forms.paired_gains(rows, "none", "decoupled", 16) == []
