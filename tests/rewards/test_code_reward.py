@@ -159,17 +159,17 @@ def test_an_attack_that_is_let_out_earns_its_reward(tmp_path: Path) -> None:
 
 
 def test_the_parts_say_how_tests_ended() -> None:
-    reward = require(CodeReward(score="share", seconds=0.3))
+    patient, impatient = require(CodeReward(score="share")), require(CodeReward(score="share", seconds=2.0))
     cases = {
         fenced("def add(a, b): return 3"): (1 / 3, 1 / 3, 0, 0, 0),
         "I do not know.": (0, 0, 1, 0, 0),
         "": (0, 0, 1, 0, 0),
         fenced("def add(a, b): return ("): (0, 0, 0, 1, 0),
         fenced("def add(a, b): return 3 if a == 1 else 1 / 0"): (1 / 3, 1 / 3, 0, 1, 0),
-        fenced("def add(a, b):\n    while a != 1: pass\n    return 3"): (1 / 3, 1 / 3, 0, 0, 1),
+        fenced("import time\ndef add(a, b):\n    if a == 1: time.sleep(600)\n    return a + b"): (2 / 3, 2 / 3, 0, 0, 1),
     }
     for text, expected in cases.items():
-        judgement = judge(reward, MBPP, text)
+        judgement = judge(impatient if "sleep" in text else patient, MBPP, text)
         assert (judgement.reward, *judgement.parts.values()) == pytest.approx(expected), text
     assert list(judgement.parts) == ["tests_passed", "no_code", "code_failed", "code_timed_out"]
 
@@ -232,13 +232,13 @@ def test_all_tests_are_needed_whatever_they_weigh() -> None:
 
 
 def test_verdicts_are_remembered_but_for_those_that_ran_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = require(CodeReward(seconds=0.3, processes=1))
     runs: list[str] = []
     run = CodeReward._run
     monkeypatch.setattr(CodeReward, "_run", lambda self, code, *rest: runs.append(code) or run(self, code, *rest))
-    for code in ("def add(a, b): return a + b", "def add(a, b):\n    while True: pass"):
-        for _ in range(2):
-            judge(reward, MBPP, fenced(code))
+    patient, impatient = require(CodeReward(processes=1)), require(CodeReward(seconds=0.3, processes=1))
+    for _ in range(2):
+        judge(patient, MBPP, fenced("def add(a, b): return a + b"))
+        judge(impatient, MBPP, fenced("def add(a, b):\n    while True: pass"))
     assert [code.count("while") for code in runs] == [0, 1, 1, 1, 1]  # a timeout is run again, each time
 
 

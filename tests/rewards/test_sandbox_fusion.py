@@ -43,7 +43,8 @@ def test_a_program_is_sent_with_its_inputs_and_never_with_what_is_expected(
 
 
 def test_what_a_program_prints_is_no_reply_and_its_end_is_told(server: tuple[str, list[dict[str, Any]]]) -> None:
-    reward = CodeReward(sandbox_fusion=server[0], score="share", answer_seconds=1.0, seconds=1.0)
+    patient = CodeReward(sandbox_fusion=server[0], score="share")
+    impatient = CodeReward(sandbox_fusion=server[0], score="share", answer_seconds=1.0, seconds=1.0)
     codes = {
         "def add(a, b):\n    print(['0', 'value', 3])\n    return 3": (0.5, 0, 0),
         "import os\nos._exit(0)": (0, 1, 0),
@@ -52,7 +53,7 @@ def test_what_a_program_prints_is_no_reply_and_its_end_is_told(server: tuple[str
         "def add(a, b: return": (0, 0, 0),
     }
     for code, expected in codes.items():
-        judgement = reward.judge([answered(ADD, code)])[0]
+        judgement = (impatient if "while" in code else patient).judge([answered(ADD, code)])[0]
         parts = judgement.parts
         assert (judgement.reward, parts["code_failed"], parts["code_timed_out"]) == expected, code
     assert parts["no_code"] == 1.0
