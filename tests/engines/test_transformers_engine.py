@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +31,9 @@ from transformers import (
 )
 
 from tba.engines import slots, transformers
+from tba.engines.decoding import DecodingRows
 from tba.engines.rules import LengthLimits
-from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.engines.transformers import EngineSettings, TransformersEngine, TransformersFlow
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
 from tba.policy.varlen import Attention
@@ -254,6 +257,30 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it() -> Non
         assert len(cut.log_behavior) == end
         seen += 1
     assert seen >= 2
+
+
+@pytest.mark.parametrize("stop_strings", [(), ("c", "de")])
+def test_a_look_waits_for_the_device_once_and_once_more_where_rows_have_ended(
+    stop_strings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(build("llama"), slots=6, max_completion_tokens=40, stop_strings=stop_strings)
+    calls = Counter[str]()
+    parts = [(TransformersFlow, "_find_finished_rows"), (TransformersFlow, "_grow"), (DecodingRows, "completions")]
+    reads = [(torch.Tensor, name) for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__")]
+
+    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in [*parts, *reads]:
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), name))
+    generate(engine, ragged_prompts(4, 7, 5), 20, Sampling(), np.random.default_rng(0))
+    looks, ends = calls["_find_finished_rows"], calls["completions"]
+    assert calls == {"_find_finished_rows": looks, "_grow": calls["_grow"], "completions": ends, "cpu": looks + ends}
+    assert 0 < looks <= calls["_grow"] + ends  # steps, of which there are up to eight between looks, read nothing
 
 
 def test_an_interruption_returns_what_was_begun_and_leaves_out_the_rest() -> None:
