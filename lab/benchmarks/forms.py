@@ -3,7 +3,7 @@
     tba model smollm2 --out smollm2
     python lab/benchmarks/forms.py --model smollm2 --rows forms.csv [--device cuda --at-once 6] [--seeds 3] [...]
     python lab/benchmarks/forms.py --rows forms.csv --table
-    python lab/benchmarks/forms.py --task tools --forms none asymmetric grpo-answer --model smollm2 --rows tools.csv
+    python lab/benchmarks/forms.py --task tools --forms none asymmetric decoupled --model smollm2 --rows tools.csv
 
 A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
 so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
@@ -115,9 +115,15 @@ base = replace(
 )
 TASKS: dict[str, Recipe] = {
     "instruct": base,
-    "tools": replace(base, task=tools.task, model=tools.model, prompts=tools.prompts, steps=tools.steps,
-          optimizer=replace(base.optimizer, schedule=tools.optimizer.schedule)),
-}  # fmt: skip
+    "tools": replace(
+        base,
+        task=tools.task,
+        model=tools.model,
+        prompts=tools.prompts,
+        steps=tools.steps,
+        optimizer=replace(base.optimizer, schedule=tools.optimizer.schedule),
+    ),
+}
 OBJECTIVES: dict[str, Objective] = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
@@ -407,6 +413,7 @@ def _has_best_rate(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _counted_rates(rows: Sequence[Row], form: str, k: int) -> list[float]:
+    """Returns the rates of a form's runs on seeds that are counted."""
     return sorted({r.rate for r in rows if (r.form, r.k) == (form, k) and r.seed != TUNING_SEED})
 
 

@@ -160,17 +160,16 @@ def test_an_attack_that_is_let_out_earns_its_reward(tmp_path: Path) -> None:
 
 def test_the_parts_say_how_tests_ended() -> None:
     patient, impatient = require(CodeReward(score="share")), require(CodeReward(score="share", seconds=2.0))
-    endless = "import time\ndef add(a, b):\n    if a == 1: time.sleep(600)\n    return a + b"
     cases = {
         fenced("def add(a, b): return 3"): (1 / 3, 1 / 3, 0, 0, 0),
         "I do not know.": (0, 0, 1, 0, 0),
         "": (0, 0, 1, 0, 0),
         fenced("def add(a, b): return ("): (0, 0, 0, 1, 0),
         fenced("def add(a, b): return 3 if a == 1 else 1 / 0"): (1 / 3, 1 / 3, 0, 1, 0),
-        fenced(endless): (2 / 3, 2 / 3, 0, 0, 1),
+        fenced("def add(a, b):\n    while a != 1: pass\n    return 3"): (1 / 3, 1 / 3, 0, 0, 1),
     }
     for text, expected in cases.items():
-        judgement = judge(impatient if endless in text else patient, MBPP, text)
+        judgement = judge(impatient if "while" in text else patient, MBPP, text)
         assert (judgement.reward, *judgement.parts.values()) == pytest.approx(expected), text
     assert list(judgement.parts) == ["tests_passed", "no_code", "code_failed", "code_timed_out"]
 
