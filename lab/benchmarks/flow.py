@@ -210,6 +210,9 @@ class Scores:
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
         raise AssertionError("it is never reset")
 
+    def load_first(self) -> None:
+        raise AssertionError("it is never reset")
+
 
 @dataclass
 class Published:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -85,9 +84,6 @@ class Alike:
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         return [[np.zeros(len(c.tokens), np.float32) for c in completions] for _, completions in answered]
-
-    def load(self, weights: Mapping[str, Any], version: Version) -> None:
-        raise AssertionError("it has no weights")
 
 
 def summary(length: np.ndarray, gain: np.ndarray) -> str:

@@ -404,6 +404,11 @@ class Reference(ReferenceScorer, Protocol):
         mismatch.
         """
 
+    def load_first(self) -> None:
+        """Loads the weights and takes the version that it was made with again. A searcher asks for it where the trainer
+        resumes from a checkpoint that is older than the first reset.
+        """
+
 
 @runtime_checkable
 class ScoresTopTokens(Protocol):

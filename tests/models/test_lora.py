@@ -140,9 +140,32 @@ def test_a_reference_shares_the_engines_base_and_takes_adapters_of_its_own_at_a_
         for completion, log_reference, old in zip(row, scored, was, strict=True):
             np.testing.assert_allclose(log_reference, completion.log_behavior, atol=1e-4)
             assert np.abs(log_reference - old).max() > 1e-3
+    reference.load_first()
+    assert reference.version == Version()
+    first = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
+    np.testing.assert_array_equal(
+        np.concatenate([log_T for row in first for log_T in row]),
+        np.concatenate([log_T for row in before for log_T in row]),
+    )
 
     with pytest.raises(KeyError, match="missing"):
         engine.load(dict(list(adapters.items())[1:]), Version(0, 2))
+
+
+def test_a_reference_of_all_weights_takes_those_that_it_began_with_again(prompts: list[Prompt]) -> None:
+    model = replace(MODEL, lora=LoraSettings())
+    reference, policy = model.reference(1.0, Version()), model.policy(1.0)
+    answered = list(zip(prompts, sampled(model, prompts, policy.weights()), strict=True))
+    before = reference.log_probabilities_of(answered)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    reference.load(policy.weights(), Version(0, 1))
+    assert np.abs(reference.log_probabilities_of(answered)[0][0] - before[0][0]).max() > 1e-3
+    reference.load_first()
+    assert reference.version == Version()
+    for first, expected in zip(reference.log_probabilities_of(answered), before, strict=True):
+        np.testing.assert_array_equal(np.concatenate(first), np.concatenate(expected))
 
 
 def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:

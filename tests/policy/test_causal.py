@@ -129,6 +129,8 @@ def test_a_reference_takes_new_weights_and_their_version() -> None:
     assert reference.version == Version(2, 0)
     assert float(np.abs(after[1] - before[1]).max()) > 0.1
     np.testing.assert_array_equal(after[1], fresh[1])
+    with pytest.raises(ValueError, match="first weights are gone"):
+        reference.load_first()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -23,8 +23,12 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runs.validating import validate
 from tba.runtime.backup import Backup, BackupThread, BackupWriter, back_up_once, restore_run
+from tba.runtime.reference import PIN_REASON
 from tba.runtime.run_directory import RunDirectory
 from tba.training.checkpoint import newest_sound_checkpoint
+from tba.types import Version
+from tba.weights.atomic_dir import remove_folder
+from tba.weights.directory import WeightDirectory
 
 SECONDS = 120.0
 STRIDE = 9  # calls between two kills; with 1 the test takes 255 s
@@ -146,6 +150,38 @@ def test_a_backup_that_is_killed_at_any_step_leaves_the_last_complete_backup(
         shutil.rmtree(restored_run)
     assert (code, restored_rows) == (0, {rows_before, rows_after})
     assert kills > 5 * STRIDE
+
+
+def test_a_reference_and_a_checkpoint_that_a_run_replaces_during_a_backup_leave_one_that_resumes(
+    run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    place, weights = tmp_path / "shared", WeightDirectory(run / "weights")
+    copy_checkpoints = BackupWriter._copy_checkpoints
+
+    def replace_meanwhile(writer: BackupWriter) -> tuple[str, ...]:
+        names = copy_checkpoints(writer)
+        weights.unpin(Version(0, 30), PIN_REASON)
+        return names
+
+    def delete_meanwhile(source: Any, target: Any) -> Any:
+        if (run / "checkpoints" / "step-20").exists():
+            remove_folder(run / "checkpoints" / "step-20")
+        return shutil.copyfile(source, target)
+
+    assert [v.step for v in weights.versions() if PIN_REASON in weights.pins(v)] == [15, 30]
+    monkeypatch.setattr(BackupWriter, "_copy_checkpoints", replace_meanwhile)
+    monkeypatch.setattr(shutil, "copytree", partial(shutil.copytree, copy_function=delete_meanwhile))
+    backup = writer_of(run, place).back_up()
+    assert [name[: name.rindex("-")] for name in backup.checkpoints] == ["step-40"]
+    monkeypatch.undo()
+    shutil.rmtree(run)
+    assert resume(place, tmp_path / "runs", "--steps", "45") == 0
+
+
+def test_a_checkpoint_whose_reference_is_gone_is_left_out_of_a_backup(run: Path, tmp_path: Path) -> None:
+    WeightDirectory(run / "weights").unpin(Version(0, 15), PIN_REASON)
+    backup = writer_of(run, tmp_path / "shared").back_up()
+    assert [name[: name.rindex("-")] for name in backup.checkpoints] == ["step-40"]
 
 
 def back_up_until_killed(run: Path, place: Path, calls: int) -> None:

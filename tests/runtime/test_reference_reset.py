@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +210,32 @@ def test_a_searcher_that_restarts_after_a_reset_scores_under_the_reference_of_no
     for t in sent:
         assert t.reference == Version(0, 6)
         np.testing.assert_array_equal(t.log_reference, reference.log_probabilities(t.prompt, [t.completion])[0])
+
+
+def test_a_searcher_goes_back_to_the_first_reference_with_a_trainer_that_resumes_from_before_the_first_reset(
+    start: Start,
+) -> None:
+    search, train = start("--steps", "100", close=False)
+    steps(train, 2)
+    train.checkpoint()
+    steps(train, 1)
+    search.searcher.round()
+    assert search.searcher.reference.version == Version(0, 3)
+    train.close()
+    train.run.begin_again("resumed")
+    resumed = start_training(train.recipe, train.run, stop=lambda: False, prefetch=False)
+    with closing(resumed):
+        assert resumed.references.current == Version()
+        search.searcher.round()
+        assert search.searcher.reference.version == Version()
+        with JournalFollower(train.run.journal(train.recipe)) as journal:
+            t = journal.drain()[-1]
+        assert t.reference == Version()
+        expected = TabularReference(TASK).log_probabilities(t.prompt, [t.completion])[0]
+        np.testing.assert_array_equal(t.log_reference, expected)
+        resumed.batches.fill = search.searcher.round
+        steps(resumed, 2)
+        assert search.searcher.reference.version == Version(1, 3)
 
 
 def test_a_searcher_that_has_just_evaluated_the_newest_version_sees_its_reference_all_the_same(start: Start) -> None:

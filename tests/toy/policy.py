@@ -255,11 +255,16 @@ class TabularReference:
     ) -> None:
         self.task = task
         self.temperature = temperature
-        self.load(TabularPolicy(task, temperature, torch.float64).weights(), version)
+        self._first_version = version
+        self.load_first()
 
     @property
     def version(self) -> Version:
         return self._version
+
+    def load_first(self) -> None:
+        """Become the task's reference policy, as at the beginning."""
+        self.load(TabularPolicy(self.task, self.temperature, torch.float64).weights(), self._first_version)
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Become another reference. Raises `KeyError` or `ValueError` on a name or shape mismatch."""

@@ -126,6 +126,9 @@ class EndpointReference:
         """Raises `UserError`: the server's weights are its own."""
         raise UserError(f"{self._client} cannot be given weights: a reference that is reset has to be a model here")
 
+    def load_first(self) -> None:
+        """Do nothing: the server's weights are the first and only ones."""
+
     def _score(self, prompt: Prompt, completion: Completion) -> TokenScores:
         if completion.begins is not None:
             raise SeveralSegments(len(completion.segments), "a teacher behind an endpoint scores")

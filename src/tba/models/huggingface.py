@@ -430,7 +430,7 @@ class HuggingFace:
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
             model, _ = self._load(self._full_path, self._device, self.compute)
-            return FrozenReference(model, version, temperature)
+            return FrozenReference(model, version, temperature, first_weights=self._first_weights)
         engine_model = _ENGINE_MODELS.get(repr(self))
         if engine_model is None:
             model, _ = self._load(self._full_path, self._device, self.compute)
@@ -439,6 +439,11 @@ class HuggingFace:
             model = copy_on_same_base(engine_model)
         switch_adapters(model, enabled=False)
         return FrozenReference(model, version, temperature)
+
+    def _first_weights(self) -> Mapping[str, torch.Tensor]:
+        """Returns the weights that the model is trained from, in the precision of computing."""
+        model, _ = self._load(self._full_path, torch.device("cpu"), self.compute)
+        return CausalPolicy(model).weights()
 
     def frozen_policy(self, temperature: float, sharding: Sharding | None, policy: Policy) -> ScoringPolicy | None:
         """Returns the policy as it begins, which only scores: the base of `policy` where that has adapters, else a

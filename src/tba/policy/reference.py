@@ -26,7 +26,11 @@ _Scores = TypeVar("_Scores", "FloatArray", TopScores)
 
 
 class FrozenReference:
-    """A model that only scores. It owns `model` (see `CausalPolicy`); `version` names its weights."""
+    """A model that only scores. It owns `model` (see `CausalPolicy`); `version` names its weights.
+
+    first_weights: returns the model's weights as they are now, for `load_first`; of adapters it is never called: they
+    are off until `load`, and off again after `load_first`.
+    """
 
     def __init__(
         self,
@@ -35,9 +39,11 @@ class FrozenReference:
         temperature: float = 1.0,
         tokens_per_pass: int = 8192,
         share_prompt: bool = True,
+        first_weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._policy = CausalPolicy(model.requires_grad_(False), temperature, share_prompt)
-        self._version = version
+        self._version = self._first_version = version
+        self._first_weights = first_weights
         self._tokens_per_pass = tokens_per_pass
         self._stream = torch.cuda.Stream(model.device) if self.concurrent else None
         if self._stream is not None:
@@ -115,6 +121,17 @@ class FrozenReference:
         with self._stream_context():  # with what it scores
             self._policy.load(weights)
         self._version = version
+
+    def load_first(self) -> None:
+        """Become what it was made as, again. Raises `ValueError` where it was made without its first weights."""
+        if has_adapters(self._policy.model):
+            switch_adapters(self._policy.model, enabled=False)
+        elif self._first_weights is None:
+            raise ValueError("this reference was made without `first_weights`: its first weights are gone")
+        else:
+            with self._stream_context():
+                self._policy.load(self._first_weights())
+        self._version = self._first_version
 
     def _stream_context(self) -> AbstractContextManager[object]:
         """Returns a context in which work on a GPU is done in the reference's own stream."""

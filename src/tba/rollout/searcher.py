@@ -263,10 +263,15 @@ class Searcher:
 
     def load_reference(self) -> None:
         """Load the reference that the newest weights name, if it is another one. Its version is pinned; the first one
-        is what the run began with.
+        is what the run began with, which no version has. A trainer that resumes from an older checkpoint may name an
+        older one, or the first.
         """
         version = self.manifest.reference
-        if version is not None and version != self.reference.version:
+        if version is None or version == self.reference.version:
+            return
+        if version == Version():
+            self.reference.load_first()
+        else:
             self.reference.load(self.weights.at(version).read(), version)
 
     def rescore(self) -> None:

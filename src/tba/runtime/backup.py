@@ -37,7 +37,8 @@ from tba.replay.database import acknowledged_folder
 from tba.replay.increments import IncrementEnd, end_of, restore_journal, write_increment
 from tba.runtime.reference import PIN_REASON
 from tba.runtime.run_directory import RunDirectory
-from tba.training.checkpoint import RUN, checkpoints_in
+from tba.training.checkpoint import RUN, Checkpoint, checkpoints_in
+from tba.types import Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder, remove_leftovers, sync
 from tba.weights.directory import MANIFEST, PINS, TENSORS, WeightDirectory
 
@@ -226,7 +227,10 @@ class BackupWriter:
             raise UserError(f"another process writes backups to {self._place}: end it, or choose another folder")
         number = 1 if previous is None else previous.number + 1
         remove_leftovers(self._place)
-        checkpoints, weight_files = self._copy_checkpoints(), self._copy_references()
+        weight_files = self._copy_references()  # before the checkpoints made under them, and those that came meanwhile
+        checkpoints = self._copy_checkpoints()
+        weight_files |= self._copy_references()
+        checkpoints = tuple(name for name in checkpoints if self._has_reference(name))
         increment, end, increments = self._copy_increment(number, previous)
         backup = Backup(began, number, self._name, end, (*increments, increment), checkpoints)
         self._copy_records(backup.state)
@@ -249,13 +253,24 @@ class BackupWriter:
         folder, names = self._place / "checkpoints", []
         remove_leftovers(folder)
         for path, _ in checkpoints_in(self._run.checkpoints):
-            with suppress(FileNotFoundError):  # it was deleted meanwhile: a newer one took its place
+            try:
                 name = f"{path.name}-{zlib.crc32((path / RUN).read_bytes()):08x}"  # a resumed run makes a step again
                 if not (folder / name).exists():
                     with atomic_folder(folder / name, durable=True) as temporary:
                         shutil.copytree(path, temporary, dirs_exist_ok=True)
                 names.append(name)
+            except (FileNotFoundError, shutil.Error):  # copytree raises the latter, for whatever it could not copy
+                if path.exists():
+                    raise
+                # it was deleted meanwhile: a newer one took its place
         return tuple(names)
+
+    def _has_reference(self, name: str) -> bool:
+        """Returns whether the reference that a copied checkpoint was made under has been copied, too: a run may have
+        made a checkpoint and deleted it, and unpinned its reference, between two looks at its folder.
+        """
+        reference = Version.parse(Checkpoint.load(self._place / "checkpoints" / name).state["reference"])
+        return reference == Version() or (self._place / "weights" / f"{reference}{MANIFEST}").exists()
 
     def _copy_references(self) -> set[str]:
         """Copy the versions of the weights that are a reference, and their bases; returns the names of their files."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from tba.protocols import (
     LoadsOtherModels,
     Model,
     Reference,
+    ReferenceScorer,
     ScoresTopTokens,
     ScoringModel,
     Task,
@@ -57,6 +58,10 @@ class NoReference:
 
     version: Version
     concurrent: bool = True  # it computes nothing
+    _first_version: Version = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._first_version = self.version
 
     def log_probabilities_of(self, answers: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """Returns zeros, float32 [T], for each completion."""
@@ -65,6 +70,10 @@ class NoReference:
     def load(self, weights: Mapping[str, Any], version: Version) -> None:
         """Take another version's name."""
         self.version = version
+
+    def load_first(self) -> None:
+        """Take the first version's name again."""
+        self.version = self._first_version
 
 
 def reference_of(recipe: Recipe, model: Model) -> Reference:
@@ -171,8 +180,8 @@ class ScoredByText:
     one): the teacher decides among texts, the reference among the ways to write one.
     """
 
-    teacher: Reference
-    reference: Reference  # of the policy
+    teacher: ReferenceScorer
+    reference: ReferenceScorer  # of the policy
     policy_tokenizer: Any  # the policy's tokenizer
     teacher_tokenizer: Any  # the teacher's
     chat: bool  # prompts are chats
@@ -218,10 +227,6 @@ class ScoredByText:
         scores = iter(_sums(self.teacher, [pair for pair, is_short in zip(pairs, are_short, strict=True) if is_short]))
         return [next(scores) if is_short else math.nan for is_short in are_short]
 
-    def load(self, weights: Mapping[str, Any], version: Version) -> None:
-        """Replace the teacher's weights, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
-        self.teacher.load(weights, version)
-
     def _teacher_prompt(self, prompt: Prompt) -> Prompt:
         if self.chat and prompt.messages is None:
             raise UserError("a teacher with another tokenizer needs the messages of a chat: give them, not their text")
@@ -261,7 +266,7 @@ class ScoredByText:
         return assistant_turn(self.policy_tokenizer, self.chat), assistant_turn(self.teacher_tokenizer, self.chat)
 
 
-def _sums(scorer: Reference, pairs: _Pairs) -> list[float]:
+def _sums(scorer: ReferenceScorer, pairs: _Pairs) -> list[float]:
     """Returns the log-probability of each whole answer; 0 of one without tokens."""
     pairs_with_tokens = [pair for pair in pairs if len(pair[1].tokens)]
     groups = (list(group) for _, group in groupby(pairs_with_tokens, lambda pair: id(pair[0])))
@@ -294,7 +299,7 @@ def _teacher_reference(recipe: Recipe, model: Model, reference: Reference, teach
     return ScoredByText(scorer, reference, *tokenizers, is_chat(recipe.task), teacher.positions)
 
 
-def _with_top(recipe: Recipe, model: Model, scorer: Reference, teacher: ScoringModel) -> AnswerScorer:
+def _with_top(recipe: Recipe, model: Model, scorer: ReferenceScorer, teacher: ScoringModel) -> AnswerScorer:
     """Returns a scorer of top tokens. A model's head may have more rows than there are tokens, and the teacher's others
     than the policy's: only the tokenizer's tokens are named.
     """
