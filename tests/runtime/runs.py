@@ -31,6 +31,7 @@ from toy.policy import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, 
 
 TOY = Path(__file__).parents[1] / "toy" / "recipe.py"
 TASK = TabularTask()
+SECONDS = 240.0  # that a busy machine may take for what takes a few
 
 
 def made(path: Path, *overrides: str, source: Path = TOY, **changes: Any) -> tuple[Recipe, RunDirectory]:

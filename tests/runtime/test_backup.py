@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import command, ended, forked, inline, inline_again, steps_of, train, until
+from runs import SECONDS, command, ended, forked, inline, inline_again, steps_of, train, until
 
 from tba.__main__ import main
 from tba.errors import UserError
@@ -30,7 +30,6 @@ from tba.types import Version
 from tba.weights.atomic_dir import remove_folder
 from tba.weights.directory import WeightDirectory
 
-SECONDS = 120.0
 STRIDE = 9  # calls between two kills; with 1 the test takes 255 s
 SHORT = (
     *("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8"),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import command
+from runs import SECONDS, command
 
 import tba.gpus
 from tba.gpus import GPU_SHARE, VISIBLE_DEVICES, Gpus, visible_gpus
@@ -43,7 +43,7 @@ def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_b
     short = ("--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "4", "--replay.pacing.warm-up", "140")
     short = (*short, "--record.no-tensorboard")
     running = command("train", "quickstart", *short, "--run-name", "run")
-    out, err = running.communicate(120)
+    out, err = running.communicate(SECONDS)
     assert (running.returncode, err) == (0, "")
     assert "CUDA cannot be started" in " ".join(out.split())
     assert "not compiled with CUDA" in " ".join(out.split())

@@ -7,15 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import Command, children, command, made, steps_of, train, until
+from runs import SECONDS, Command, children, command, made, steps_of, train, until
 
 from tba.__main__ import main
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers, join_run
-
-SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
 def search(path: Path) -> Command:

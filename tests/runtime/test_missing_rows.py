@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from runs import ended, forked, inline, inline_again, processes, steps_of, train, until
+from runs import SECONDS, ended, forked, inline, inline_again, processes, steps_of, train, until
 
 from tba.__main__ import main
 from tba.errors import UserError
@@ -24,7 +24,6 @@ from tba.replay.missing_rows import JournalCounts
 from tba.runs.running import failure_recorded
 from tba.runtime.run_directory import RunDirectory
 
-SECONDS = 120.0
 SHORT = (
     "--evaluation.problems",
     "1",

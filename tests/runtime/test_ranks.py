@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import children, inline_again, made, quiet, steps_of, until
+from runs import SECONDS, children, inline_again, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.runtime.local.processes import Processes
@@ -30,7 +30,7 @@ def test_a_run_on_two_ranks_survives_the_death_of_either_and_goes_on_with_one(tm
     killed = []
 
     def kill_one() -> None:
-        until(lambda: steps_of(path) >= 3, 120, "the first steps")
+        until(lambda: steps_of(path) >= 3, SECONDS, "the first steps")
         killed.append(children(os.getpid()))
         os.kill(killed[0]["trainer-1"], signal.SIGKILL)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from runs import (
+    SECONDS,
     TOY,
     distance,
     ended,
@@ -53,7 +54,6 @@ from tba.training.checkpoint import Checkpoint, newest_checkpoint, newest_sound_
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
 
-SECONDS = 120.0
 SHORT = (
     "--evaluation.problems",
     "1",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import children, inline, inline_again, made, quiet, steps_of, until
+from runs import SECONDS, children, inline, inline_again, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.recipe import Recipe
@@ -77,7 +77,7 @@ def test_two_ranks_score_as_searchers_do_and_a_killed_one_loses_and_repeats_noth
     recipe.model.prepared(recipe.task)
 
     def kill_one() -> None:
-        until(lambda: steps_of(path) >= 4, 120, "the first steps")
+        until(lambda: steps_of(path) >= 4, SECONDS, "the first steps")
         os.kill(children(os.getpid())["trainer-1"], signal.SIGKILL)
 
     murder = threading.Thread(target=kill_one)

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TOKEN = secrets.token_hex(32)  # of all clusters here
-SECONDS = 120.0  # that a busy machine may take for what takes a few
+SECONDS = 300.0  # that a busy machine may take for what takes a few
 
 
 class OtherProcess:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runtime.runs import alive, forked, made, quiet, until
+from tests.runtime.runs import SECONDS, alive, forked, made, quiet, until
 
 from tba.gpus import Gpus
 from tba.record.faults import read_faults
@@ -23,7 +23,6 @@ from tba.runtime.local.processes import Processes
 from tba.runtime.reporting import summarise
 
 RECIPE = Path(__file__).parents[1] / "mps_clients.py"
-SECONDS = 120.0  # that a busy machine may take for what takes a few
 DAEMON = f"""#!{sys.executable}
 import json, os, signal, sys
 folder, mode = os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ.get("STAND_IN", "")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.runs import (
+    SECONDS,
     TOY,
     alive,
     children,
@@ -35,8 +36,6 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.local.processes import Processes
 from tba.types import Version
-
-SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
 @dataclass(frozen=True)
