@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -175,6 +176,21 @@ def test_a_reference_and_a_checkpoint_that_a_run_replaces_during_a_backup_leave_
     monkeypatch.undo()
     shutil.rmtree(run)
     assert resume(place, tmp_path / "runs", "--steps", "45") == 0
+
+
+def test_a_checkpoint_with_a_damaged_manifest_ends_no_backups(run: Path, tmp_path: Path) -> None:
+    file = run / "checkpoints" / "step-40" / "run.json"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    backup = writer_of(run, tmp_path / "shared").back_up()
+    assert [name[: name.rindex("-")] for name in backup.checkpoints] == ["step-20"]
+
+
+def test_a_checkpoint_of_before_there_were_resets_is_backed_up(run: Path, tmp_path: Path) -> None:
+    file = run / "checkpoints" / "step-20" / "run.json"
+    manifest = json.loads(file.read_text())
+    del manifest["digest"], manifest["state"]["reference"]
+    file.write_text(json.dumps(manifest))
+    assert len(writer_of(run, tmp_path / "shared").back_up().checkpoints) == 2
 
 
 def test_a_checkpoint_whose_reference_is_gone_is_left_out_of_a_backup(run: Path, tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from runs import SECONDS, ended, forked, inline, inline_again, processes, steps_of, train, until
 
+from replay.trajectory_cases import trajectory
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.record.failure import Failure
@@ -20,9 +23,12 @@ from tba.record.faults import count_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import JournalCounts
+from tba.replay.journal import JournalWriter
+from tba.replay.missing_rows import JournalCounts, accept_loss, find_loss
+from tba.replay.replay import Replay, ReplaySettings
 from tba.runs.running import failure_recorded
 from tba.runtime.run_directory import RunDirectory
+from tba.types import Score, Version
 
 SHORT = (
     "--evaluation.problems",
@@ -372,3 +378,34 @@ def test_commands_that_read_or_add_to_a_run_say_that_its_journal_is_an_older_cop
     assert main(["import", str(run), str(answers), "--trust"]) == 2
     assert f"at least {rows - earlier:,} of the {rows:,} trajectories that it held" in capsys.readouterr().err
     assert held(run / "journal.sqlite").rows == earlier
+
+
+def test_scores_that_come_after_the_journal_was_lost_are_read(tmp_path: Path) -> None:
+    """A new journal numbers its scores from 1 again, which is before where the checkpoint has read to."""
+    path, reference = tmp_path / "journal.sqlite", Version(0, 3)
+
+    def put(name: str) -> None:
+        with JournalWriter(path, "searcher-0") as writer:
+            writer.put([replace(trajectory(i), uid=f"{name}-{i}") for i in range(6)], ())
+            replay.drain()
+            unscored = writer.unscored(reference, 100, 60.0)
+            writer.put_scores([Score(t.uid, reference, np.zeros(t.length, np.float32)) for t in unscored])
+            replay.drain()
+
+    with JournalFollower(path) as journal:
+        replay = Replay(journal, ReplaySettings(), resets=True)
+        replay.reference = reference
+        put("earlier")
+        assert replay.buffer.sampleable == 6
+        state, counts = replay.state(), JournalCounts.of(journal)
+    for part in tmp_path.glob("journal.sqlite*"):
+        if part.is_file():
+            part.unlink()
+    loss = find_loss(path, counts)
+    assert loss is not None
+    accept_loss(loss)
+    with JournalFollower(path) as journal:
+        replay = Replay(journal, ReplaySettings(), resets=True)
+        replay.restore(state, Version(1, 5))
+        put("later")
+        assert replay.buffer.sampleable == 6

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +17,14 @@ import torch
 from runs import TASK, distance, final_weights, inline, made, processes
 
 from tba.errors import UserError
+from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.training.checkpoint import newest_checkpoint
-from tba.types import Version
+from tba.training.checkpoint import checkpoints_in, newest_checkpoint
+from tba.types import Evaluation, Version
 from tba.weights.directory import WeightDirectory
 from toy.model import TabularModel
 from toy.policy import WEIGHT, TabularPolicy, TabularReference, distribution, ideal, total_variation
@@ -117,10 +122,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run in this process: the reference is reset after every 3rd step."""
     with ExitStack() as closers:
 
-        def started(*overrides: str, ahead: bool = False, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
+        def started(
+            *overrides: str, ahead: bool = False, close: bool = True, background: bool = False
+        ) -> tuple[SearcherLoop, TrainerLoop]:
             quick = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
             recipe, run = made(tmp_path / "run", *quick, "--reference-reset", "3", "--steps", "12", *overrides)
-            search = start_searching(recipe, run, 0)
+            search = start_searching(recipe, run, 0, background=background)
             closers.callback(search.close)
             train = start_training(recipe, run, stop=lambda: False, prefetch=ahead)
             if close:
@@ -189,9 +196,10 @@ def test_a_reference_is_kept_while_trajectories_or_a_checkpoint_need_it_and_then
     train.checkpoint()
     steps_all_scored(12)
     assert pinned(train) == [15, 24, 27]
-    for _ in range(train.recipe.run.checkpoints):
-        train.checkpoint()
-    steps_all_scored(3)
+    train.checkpoint()
+    steps_all_scored(1)
+    train.checkpoint()  # and the one that was made under version 15 goes
+    steps_all_scored(2)
     assert pinned(train) == [27, 30]
 
 
@@ -236,6 +244,66 @@ def test_a_searcher_goes_back_to_the_first_reference_with_a_trainer_that_resumes
         resumed.batches.fill = search.searcher.round
         steps(resumed, 2)
         assert search.searcher.reference.version == Version(1, 3)
+
+
+def test_the_reference_of_the_best_checkpoint_stays_with_it(start: Start) -> None:
+    search, train = start("--steps", "100", "--run.checkpoints", "2", close=False)
+    steps(train, 4)
+    train.checkpoint()
+    with closing(EvaluationWriter(train.run.path)) as writer:
+        writer.write([Evaluation(Version(0, 4), 1.0, "greedy", 1.0, 100)])
+    for _ in range(12):
+        steps(train, 1)
+        train.checkpoint()
+    best, *newer_checkpoints = checkpoints_in(train.run.checkpoints)
+    assert best[1] == Version(0, 4)
+    for path, _ in newer_checkpoints:
+        shutil.rmtree(path)
+    train.close()
+    train.run.begin_again("resumed")
+    with closing(start_training(train.recipe, train.run, stop=lambda: False, prefetch=False)) as resumed:
+        assert resumed.references.current == Version(0, 3)
+        search.searcher.round()
+        assert search.searcher.reference.version == Version(0, 3)
+
+
+def test_a_reference_that_its_thread_is_using_is_not_replaced_meanwhile(start: Start, monkeypatch: Any) -> None:
+    search, train = start(background=True)
+    searcher, reference = search.searcher, search.searcher.reference
+    entered, leave = threading.Event(), threading.Event()
+    score, used_versions = reference.log_probabilities_of, []
+
+    def slow(answers: Any) -> Any:
+        entered.set()
+        leave.wait(20)
+        used_versions.append(reference.version)
+        return score(answers)
+
+    def round_and_drain() -> None:
+        searcher.round()
+        searcher.drain()
+
+    train.batches.fill = round_and_drain
+    steps(train, 2)
+    monkeypatch.setattr(reference, "concurrent", True, raising=False)
+    monkeypatch.setattr(reference, "log_probabilities_of", slow)
+    while not entered.is_set():
+        searcher.round()
+    assert reference.version == Version()
+    train.batches.fill = lambda: None
+    steps(train, 1)  # resets the reference
+    searcher.manifest = replace(searcher.manifest, wanted=0)
+    threading.Timer(0.2, leave.set).start()
+    search.is_ahead()  # looks for newer weights, which have another reference
+    assert used_versions[0] == Version()
+    assert reference.version == Version(0, 3)
+    searcher.drain()
+    with JournalFollower(train.run.journal(train.recipe)) as journal:
+        trajectories = journal.drain()
+    for t in trajectories:
+        if t.reference == Version():
+            expected = TabularReference(TASK).log_probabilities(t.prompt, [t.completion])[0]
+            np.testing.assert_array_equal(t.log_reference, expected)
 
 
 def test_a_searcher_that_has_just_evaluated_the_newest_version_sees_its_reference_all_the_same(start: Start) -> None:

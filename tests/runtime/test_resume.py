@@ -38,6 +38,7 @@ from tba.command.replay import uses_of
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
+from tba.record.evaluations import read_evaluations
 from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
@@ -48,11 +49,13 @@ from tba.runtime.checkpointing import LoopState, generators, set_generators
 from tba.runtime.inline import Inline
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
+from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.checkpoint import Checkpoint, newest_checkpoint, newest_sound_checkpoint
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
+from tba.weights.directory import WeightDirectory
 
 SHORT = (
     "--evaluation.problems",
@@ -231,6 +234,43 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_counts_as_older_than_al
     assert {rows_by_uid[uid].version.lag(half.trainer.version) for uid in late & rows_by_uid.keys()} == {21}
     half.close()
     assert_whole(path, inline_again(path, exploration=exploration), uids_before)
+
+
+def test_an_evaluation_that_the_resumed_trainer_has_forgotten_does_not_end_the_searcher(tmp_path: Path) -> None:
+    recipe, run = made(
+        tmp_path / "run",
+        *("--steps", "100", "--sync-every", "1", "--replay.pacing.warm-up", "0"),
+        *("--evaluation.every", "3", "--evaluation.problems", "4"),
+    )
+    with closing(start_searching(recipe, run, 0)) as search:
+
+        def trained(trainer: TrainerLoop, steps: int) -> TrainerLoop:
+            trainer.batches.fill = search.searcher.round
+            for _ in range(steps):
+                trainer.step()
+            return trainer
+
+        killed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 0)
+        search.evaluate()
+        trained(killed, 2).checkpoint()
+        trained(killed, 1)
+        assert Version(0, 3) in {request.version for request in search.newest_manifest().evaluate}
+        resumed: list[TrainerLoop] = []
+
+        def resume_between_chunks() -> None:
+            if not resumed:
+                for part in (killed.weights, killed.journal, killed.recorder):
+                    part.close()
+                run.begin_again("trainer was killed by signal 9")
+                resumed.append(trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 2))
+            search.searcher.round()
+            search.searcher.free_engine()
+
+        search.evaluate(resume_between_chunks)
+        assert Version(0, 3) not in WeightDirectory(run.weights).versions()
+        search.evaluate()
+        assert {evaluation.version for evaluation in read_evaluations(run.path)} == {Version(), Version(1, 3)}
+        resumed[0].close()
 
 
 def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrives(tmp_path: Path) -> None:

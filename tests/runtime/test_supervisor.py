@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.runtime.runs import made, quiet
 
 from tba.errors import PartFailed
+from tba.protocols import Manifest
+from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import count_faults, read_faults
+from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.supervisor import LOST_NODES_PER_RESTART, Driver
+from tba.types import Evaluation, Version
+from tba.weights.directory import WeightDirectory
 
 HOUR = 3600.0
 
@@ -186,3 +193,36 @@ def test_a_worker_without_a_place_is_never_silent(tmp_path: Path) -> None:
     story.driver._end_silent(story.searchers)
     assert [hanging.code, waiting.code] == [-9, None]
     assert "for 1800 s and was killed (--run.silence-deadline)" in str(read_faults(story.path)[-1]["what"])
+
+
+def test_a_searcher_that_ends_for_a_trainer_that_has_died_meanwhile_is_started_again(tmp_path: Path) -> None:
+    """The trainer publishes its last version, which asks searchers to stop, and dies before its last checkpoint. One
+    searcher still evaluates, and ends by that version after the trainer has been started again.
+    """
+    story = Story(tmp_path / "run")
+    weights, tensors = WeightDirectory(story.driver.run.weights), {"weight": torch.zeros(1)}
+    weights.publish(tensors, Version(0, 9), Manifest(stop=True))
+    story.searchers[0].code, story.trainer.code = 0, -9
+    assert story.driver._restart_trainer(story.trainer, story.searchers)
+    story.searchers[1].code = 0
+    story.driver._start_misled(story.searchers)
+    assert [searcher.code for searcher in story.searchers] == [None, None]
+    weights.publish(tensors, Version(1, 7), Manifest())
+    story.searchers[0].code = 0
+    story.driver._start_misled(story.searchers)
+    assert story.searchers[0].code is None
+    weights.publish(tensors, Version(1, 9), Manifest(stop=True))  # now the trainer is done
+    story.searchers[0].code = 0
+    story.driver._start_misled(story.searchers)
+    assert story.searchers[0].code == 0
+
+
+def test_a_last_version_that_a_killed_trainer_took_along_is_not_the_last_of_the_run(
+    tmp_path: Path,
+) -> None:
+    with closing(EvaluationWriter(tmp_path)) as writer:
+        writer.write([Evaluation(Version(0, 100), 1.0, "greedy", 0.5, 10)])
+        assert evaluated_to_the_end(tmp_path, 100, ())
+        assert not evaluated_to_the_end(tmp_path, 100, [Version(1, 100)])
+        writer.write([Evaluation(Version(1, 100), 1.0, "greedy", 0.5, 10)])
+        assert evaluated_to_the_end(tmp_path, 100, [Version(1, 100)])

@@ -344,7 +344,8 @@ class Replay:
         while scores := self._source.drain_scores(_CHUNK_ROWS, until):
             for score in scores:
                 self.buffer.score(score)
-        self._source.score_position = until
+        if self._source.score_position != until:  # the journal was replaced, and counts from the beginning again
+            self._source.score_position = 0
 
     def _hold_reason(self, group_count: int, size: int) -> NotReady | None:
         received, trained_total = self.buffer.received, self.buffer.trained_total

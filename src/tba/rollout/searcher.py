@@ -258,7 +258,9 @@ class Searcher:
                 if newest_weights.version > self.engine.version:
                     self.engine.load(newest_weights.read(), newest_weights.version)
                 self._note_manifest(newest_weights)
-                self.load_reference()
+                if self._other_reference() is not None:
+                    self.finish_scoring()  # its thread uses the reference that is loaded
+                    self.load_reference()
         return self.engine.version
 
     def load_reference(self) -> None:
@@ -266,17 +268,21 @@ class Searcher:
         is what the run began with, which no version has. A trainer that resumes from an older checkpoint may name an
         older one, or the first.
         """
-        version = self.manifest.reference
-        if version is None or version == self.reference.version:
-            return
+        version = self._other_reference()
         if version == Version():
             self.reference.load_first()
-        else:
+        elif version is not None:
             self.reference.load(self.weights.at(version).read(), version)
+
+    def _other_reference(self) -> Version | None:
+        """Returns the reference that the newest weights name; None where it is the one that is loaded, or none."""
+        version = self.manifest.reference
+        return None if version == self.reference.version else version
 
     def rescore(self) -> None:
         """Score a bounded number of older trajectories under a newer reference, if there is a rescorer."""
         if self.rescorer is not None:
+            self.finish_scoring()  # its thread uses the reference
             with self.clock.state("reference"):
                 self.rescorer.round()
 

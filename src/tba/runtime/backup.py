@@ -35,9 +35,9 @@ from tba.record.jsonl import atomic_replacement, write_json
 from tba.record.run_record import BackupFacts
 from tba.replay.database import acknowledged_folder
 from tba.replay.increments import IncrementEnd, end_of, restore_journal, write_increment
-from tba.runtime.reference import PIN_REASON
+from tba.runtime.reference import PIN_REASON, checkpoint_reference
 from tba.runtime.run_directory import RunDirectory
-from tba.training.checkpoint import RUN, Checkpoint, checkpoints_in
+from tba.training.checkpoint import RUN, checkpoints_in
 from tba.types import Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder, remove_leftovers, sync
 from tba.weights.directory import MANIFEST, PINS, TENSORS, WeightDirectory
@@ -267,9 +267,10 @@ class BackupWriter:
 
     def _has_reference(self, name: str) -> bool:
         """Returns whether the reference that a copied checkpoint was made under has been copied, too: a run may have
-        made a checkpoint and deleted it, and unpinned its reference, between two looks at its folder.
+        made a checkpoint and deleted it, and unpinned its reference, between two looks at its folder. A damaged
+        checkpoint has none.
         """
-        reference = Version.parse(Checkpoint.load(self._place / "checkpoints" / name).state["reference"])
+        reference = checkpoint_reference(self._place / "checkpoints" / name)
         return reference == Version() or (self._place / "weights" / f"{reference}{MANIFEST}").exists()
 
     def _copy_references(self) -> set[str]:

@@ -8,8 +8,9 @@ otherwise an only searcher that evaluates for long would stall the run.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from tba.clock import ShareClock
+from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings, assess_accuracy
 from tba.protocols import Engine, EvaluationRequest, Journal, KeptWeights, Records, Reward, WeightSource
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
 
+log = logging.getLogger("tba.searcher")
 EVALUATION_DEADLINE = 3600.0  # seconds for the last evaluation, and for a searcher that claimed one
 _WHY = "evaluate"
 
@@ -35,6 +38,7 @@ class Requests:
     weights: KeptWeights
     is_done: Callable[[str], bool]  # whether an evaluation has been done, by its name
     averaged: bool = False  # the average of a version's weights is evaluated, under the version's name
+    _forgotten: list[Version] = field(default_factory=list)  # whose weights are still pinned
     # seconds into the run at which it had the weights of each version
     _pending: dict[Version, float] = field(default_factory=dict)
     _last_step: int | None = None  # the step of the newest version that was published
@@ -53,10 +57,14 @@ class Requests:
         ]
 
     def pin(self) -> None:
-        """Pin the requested versions. Only the publishing process prunes: after publishing is soon enough."""
+        """Pin the requested versions, and unpin those that a resumed run has forgotten. It is called after publishing:
+        only the publishing process prunes, and until then the newest manifest requests what is forgotten.
+        """
         for version in map(self._source, self._pending):
             if _WHY not in self.weights.pins(version):
                 self.weights.pin(version, _WHY)
+        while self._forgotten:
+            self.weights.unpin(self._forgotten.pop(), _WHY)
 
     @property
     def pending(self) -> list[Version]:
@@ -76,9 +84,7 @@ class Requests:
         # None: the next version is evaluated in their place
         self._last_step = state["seen"] if len(self._pending) == len(pending) else None
         sources = set(map(self._source, self._pending))
-        for version in kept_versions:
-            if version not in sources and _WHY in self.weights.pins(version):
-                self.weights.unpin(version, _WHY)
+        self._forgotten = [v for v in kept_versions if v not in sources and _WHY in self.weights.pins(v)]
 
     def _source(self, version: Version) -> Version:
         """Returns the version whose weights are evaluated as this one's."""
@@ -123,7 +129,10 @@ class Examiner:
                 before()
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request.during else self.settings
-                    self.evaluate(version, request.wall_seconds, settings, between, request.weights)
+                    try:
+                        self.evaluate(version, request.wall_seconds, settings, between, request.weights)
+                    except _Forgotten as error:
+                        log.warning("version %s is not evaluated: %s", version, error)
 
     def evaluate(
         self,
@@ -168,13 +177,26 @@ class Examiner:
         self._load(version)
 
     def _load(self, version: Version) -> None:
-        if self.engine.version != version:
-            self.engine.load(self.weights.at(version).read(), version)
+        if self.engine.version == version:
+            return
+        try:
+            weights = self.weights.at(version)
+        except UserError as error:
+            newest = self.weights.newer_than(None)
+            if newest is None or version in {request.weights for request in newest.manifest.evaluate}:
+                raise
+            raise _Forgotten("the trainer resumed from a checkpoint that does not know of it") from error
+        self.engine.load(weights.read(), version)
 
 
-def evaluated_to_the_end(directory: Path, steps: int) -> bool:
-    """Returns whether the version of a run's last step has been evaluated."""
-    return max((e.version.step for e in read_evaluations(directory)), default=0) >= steps
+class _Forgotten(Exception):
+    """The weights to be evaluated are gone, and nobody requests them any more."""
+
+
+def evaluated_to_the_end(directory: Path, steps: int, awaited_versions: Collection[Version]) -> bool:
+    """Returns whether a run's last step has been evaluated, and all versions of which the trainer has not seen so."""
+    versions = {e.version for e in read_evaluations(directory)}
+    return versions.issuperset(awaited_versions) and any(version.step >= steps for version in versions)
 
 
 def _job(version: Version) -> str:

@@ -58,7 +58,8 @@ class Inline:
             self.tell("evaluating", "")
             _evaluate(searcher_loop, trainer_loop)
             is_finished = trainer_loop.finished
-            self.stopped = not is_finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
+            is_evaluated = evaluated_to_the_end(self.run.path, self.recipe.steps, trainer_loop.requests.pending)
+            self.stopped = not is_finished or (stop() and not is_evaluated)
             self.exit_code = 0 if is_finished else stop.exit_code
         return {"stopped": self.stopped}
 

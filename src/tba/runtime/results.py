@@ -41,3 +41,4 @@ class TrainerResult:
     recent_share: float = 0.0
     reference_resets: Sequence[Mapping[str, Json]] = ()
     control: Sequence[Mapping[str, Json]] = ()
+    awaited_evaluations: Sequence[Version] = ()  # that it has requested, and not seen when it ended

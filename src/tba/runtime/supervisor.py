@@ -32,6 +32,7 @@ from tba.runtime.sizing import searchers_of
 from tba.runtime.stop_requests import StopRequest, stop_requests
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Json
+from tba.weights.directory import WeightDirectory
 
 POLL = 0.05  # seconds between two checks of the workers
 STOP_DEADLINE = 60.0  # seconds, at least, that a worker has to stop: a searcher ends its round, the trainer its step
@@ -158,7 +159,7 @@ class Driver(ABC):
             if is_finished and not stop():
                 self._evaluate(searchers, stop)
             self._stop(searchers, "their last round")
-            is_evaluated = evaluated_to_the_end(self.run.path, self.recipe.steps)
+            is_evaluated = evaluated_to_the_end(self.run.path, self.recipe.steps, result.awaited_evaluations)
             self.stopped = not is_finished or (stop() and not is_evaluated)
             self.exit_code = 0 if is_finished else stop.exit_code
             if not (self.stopped or is_evaluated):
@@ -207,6 +208,7 @@ class Driver(ABC):
         """Watch until the trainer has ended, or a stop was requested. It has its own deadline for a batch."""
         while (trainer.code is None or self._restart_trainer(trainer, searchers)) and not stop():
             self._end_silent([trainer, *searchers])
+            self._start_misled(searchers)
             self._watch(searchers)
             self.tell("training", self.note)
             self.pause()
@@ -247,10 +249,22 @@ class Driver(ABC):
         """Restart a trainer that was killed, and searchers that had ended because it seemed to be done."""
         if not self._restart(trainer, "trainer_restarts"):
             return False
-        for worker in searchers:
-            if worker.code == 0:
-                worker.start_again()
+        self._start_misled(searchers)
         return True
+
+    def _start_misled(self, searchers: Sequence[Worker]) -> None:
+        """Start searchers again that have ended because a trainer was done that has died since, as the newest manifest
+        says until the trainer that was restarted publishes.
+        """
+        ended_searchers = [worker for worker in searchers if worker.code == 0]
+        incarnation = self.run.incarnation
+        if not ended_searchers or not incarnation:
+            return
+        weights = WeightDirectory(self.run.weights)
+        newest = weights.newest()
+        if newest is None or newest.incarnation < incarnation or not weights.manifest(newest).stop:
+            for worker in ended_searchers:
+                worker.start_again()
 
     def _restart(self, worker: Worker, kind: str) -> bool:
         """Restart a worker that was killed, unless that has been done as often in the window as allowed. The machines
@@ -322,7 +336,10 @@ class Driver(ABC):
 
     def seconds_to_checkpoint(self) -> float | None:
         """Returns about how long the trainer takes for a step and a checkpoint like the last one; None before that."""
-        checkpoint = newest_checkpoint(self.run.checkpoints)
+        try:
+            checkpoint = newest_checkpoint(self.run.checkpoints)
+        except UserError:  # it is damaged, or has just been replaced
+            return None
         if checkpoint is None:
             return None
         files = sorted((f.stat().st_mtime, f.stat().st_size) for f in checkpoint.path.rglob("*") if f.is_file())

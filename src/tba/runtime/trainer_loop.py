@@ -261,7 +261,6 @@ class TrainerLoop:
     def checkpoint(self) -> None:
         """Write model and optimizer in the Hugging Face layout, and all other state at this step (`checkpointing`)."""
         self.weights.settle()  # the reference that it was made under is on disk
-        self.references.note_checkpoint()
         trainer, count, state = self.trainer, self.recipe.run.checkpoints, vars(self.state())
         kept_versions = self.evaluation_watch.versions_to_keep(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, trainer.version, self.recipe.model, trainer.policy.heads
@@ -336,7 +335,7 @@ class TrainerLoop:
         self.journal.evaluations()  # those so far have been recorded
         if checkpoint is None or (state := self.resumed_state) is None:
             self.requests.restore({"pending": {}, "seen": None})
-            self.references.restore({"resets": [], "of_checkpoints": []})
+            self.references.restore({"resets": []})
             return
         checkpoint.load_heads(self.trainer.policy.heads)
         self.trainer.optimizer.load(checkpoint.path)
@@ -373,6 +372,7 @@ class TrainerLoop:
             recent_share=draw_counts.get("newest", 0) / max(1, groups),
             reference_resets=self.references.resets,
             control=[change.to_json() for change in self.controller.changes],
+            awaited_evaluations=self.requests.pending,
             warm_up_seconds=self.elapsed() if training_began is None else training_began,
             train_seconds=0.0 if training_began is None else self.ended_training - training_began,
         )
@@ -575,7 +575,7 @@ def start_training(
         ),
         journal=journal,
         weights=weights,
-        references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
+        references=References(recipe.reference_reset, recipe.steps, run.checkpoints, replay, weights),
         requests=Requests(
             recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.weight_average
         ),
