@@ -50,8 +50,8 @@ class Sorting:
             letters[i], letters[i + 1] = letters[i + 1], letters[i]
         return tba.Problem(f"{word}>", {"answer": answer}, demonstration="".join(letters))
 
-    def reward(self) -> tba.WeightedFunctions:
-        return tba.WeightedFunctions(((right, 1.0),))
+    def reward(self) -> tba.FunctionReward:
+        return tba.FunctionReward(right)
 
 
 # 3. What a run is made of. Without a path, the model is made from scratch: it learns the demonstrations above, mistakes

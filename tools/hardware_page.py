@@ -67,10 +67,12 @@ measurements. `python tools/hardware_page.py` makes this page, and a test keeps 
 
 ## What fits on one GPU
 
-Trainer and searcher share the GPU. The searcher has engine and reference. Each half gets what it needs. Of what is left
-of {usable:.0%} of the memory the trainer gets {slack:.0%} of its need, at least 2 GiB, then the searcher as much of its
-own, then the trainer the rest. Where vLLM may sample the searcher gets the rest, because vLLM makes a larger cache of
-it. CUDA and the driver have the other {rest:.0%}.
+Trainer and searcher share the GPU. The searcher has engine and reference. CUDA and the driver have {rest:.0%} of the memory.
+The other {usable:.0%} is shared out in this order:
+
+1. Each half gets what it needs.
+2. The trainer gets a reserve of {slack:.0%} of its need, at least 2 GiB, and then the searcher likewise.
+3. The trainer gets the rest. Where vLLM may sample, the searcher gets it, because vLLM makes a larger cache of it.
 
 The table is for `tba train gsm8k`, with prompts and answers of up to 512 tokens each, Qwen2.5's shapes, bfloat16 and
 the transformers engine. A cell has three figures: the largest `--max-tokens-per-pass` that fits, and the GB of trainer

@@ -39,6 +39,8 @@ def require_recipe_name(name: str, or_run: bool = False) -> None:
             f"{name} is no recipe: give the path of a .py file that defines one; of a file of problems a recipe's task "
             f"is made, such as `tba.Jsonl(train={name!r})` (`tba example my_file` writes one)"
         )
+    if or_run and "/" in name:
+        raise UserError(f"there is no run at {name} (no recipe.json): give a run's folder, or the name of a recipe")
     if name not in names:
         close_names = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close_names[0]!r}?" if close_names else "`tba recipes` lists them."

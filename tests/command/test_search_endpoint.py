@@ -102,7 +102,7 @@ def test_what_cannot_be_asked_is_said_before_the_run_is_joined(
     url = "http://127.0.0.1:9/v1"
     assert "give --endpoint URL too" in refusal("--model", "m")
     assert "--budget-calls is of an endpoint" in refusal("--budget-calls", "3")
-    assert "needs --endpoint, such as" in refusal("--endpoint", url)
+    assert "needs --model, the model's name there" in refusal("--endpoint", url)
     assert "--budget-tokens is 0: give 1 or more" in refusal("--endpoint", url, "--model", "m", "--budget-tokens", "0")
     assert "has an @ or a ?" in refusal("--endpoint", "http://me:secret@host/v1", "--model", "m")
     assert "temperature" in refusal("--endpoint", url, "--model", "m", "--temperature", "-1")

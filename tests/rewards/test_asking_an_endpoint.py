@@ -59,8 +59,10 @@ def test_what_failed_is_not_remembered_and_a_reply_without_choices_is_told(serve
 
 
 def test_a_judge_without_an_address_is_told_what_it_needs() -> None:
-    with pytest.raises(UserError, match=r"the endpoint needs its url, such as http://127.0.0.1:8000/v1, and its model"):
+    with pytest.raises(UserError, match=r"the endpoint needs its url, such as http://127.0.0.1:8000/v1$"):
         tba.Endpoint(model="m").start()
+    with pytest.raises(UserError, match=r"needs its url, such as http.*/v1, and its model, the model's name there$"):
+        tba.Endpoint().start()
     with pytest.raises(UserError, match="the endpoint's calls_per_second is 0, it must be above 0"):
         tba.Endpoint(calls_per_second=0)
 

@@ -298,6 +298,8 @@ def help_text(name: str) -> str:
         fields = [item for options in command.option_classes() for item in fields_of(options())]
         lines += ["", f"options of `tba {name}`:", *field_lines(fields)]
         lines += [line for flag, text in command.recipe_fields.items() for line in flag_lines(f"  --{flag}", text)]
+    if command is not None and command.sets_fields and "RECIPE" in command.synopsis:
+        lines += ["", f"`tba {name} RECIPE --help` lists every field of a recipe."]
     return "\n".join(lines)
 
 

@@ -180,11 +180,12 @@ class EndpointClient:
     def __init__(self, settings: Endpoint, path: str = "") -> None:
         """path: what is called below the url; empty: what the API of the settings says."""
         self.settings = settings
-        if not settings.url or not settings.model:
-            raise UserError(
-                f"the {settings.label} needs {settings.name_of('url')}, such as http://127.0.0.1:8000/v1, and "
-                f"{settings.name_of('model')}, its name there"
-            )
+        needs = {
+            "url": f"{settings.name_of('url')}, such as http://127.0.0.1:8000/v1",
+            "model": f"{settings.name_of('model')}, the model's name there",
+        }
+        if missing_settings := [text for name, text in needs.items() if not getattr(settings, name)]:
+            raise UserError(f"the {settings.label} needs {', and '.join(missing_settings)}")
         path = path or ("chat/completions" if settings.api == "chat" else "completions")
         self._url = f"{settings.url.rstrip('/')}/{path}"
         self._rate = CallRate(settings.calls_per_second)

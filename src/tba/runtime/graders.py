@@ -27,7 +27,7 @@ def reward_of(task: Task) -> Reward:
         description = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
         raise UserError(
             f"reward() of task {task.name} gave {description}, which has no judge(): for a plain function return "
-            "tba.WeightedFunctions(((function, 1.0),))"
+            "tba.FunctionReward(function)"
         )
     return reward
 

@@ -158,7 +158,7 @@ class Driver(ABC):
             is_finished = result.steps >= self.recipe.steps
             if is_finished and not stop():
                 self._evaluate(searchers, stop)
-            self._stop(searchers, "their last round")
+            self._stop(searchers, "the last round")
             is_evaluated = evaluated_to_the_end(self.run.path, self.recipe.steps, result.awaited_evaluations)
             self.stopped = not is_finished or (stop() and not is_evaluated)
             self.exit_code = 0 if is_finished else stop.exit_code
@@ -360,8 +360,8 @@ class Driver(ABC):
             if worker.code is None:
                 worker.kill()
                 raise DeadlineExceeded(
-                    f"{worker.description} had not finished {awaited_work} after {seconds:.0f} s and was killed; "
-                    f"its log is {worker.log}"
+                    f"{worker.description} did not finish {awaited_work} within {seconds:.0f} s and was killed "
+                    f"(`tba resume {self.run.path}` continues the run); its log is {worker.log}"
                 )
 
     def _stop_deadline(self) -> float:

@@ -55,13 +55,14 @@ class OptimizerSettings:
     # hold; they go there and back in each update
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("clip_norm", self.clip_norm)):
+        for name, value, example in (("lr", self.lr, "1e-4"), ("clip_norm", self.clip_norm, "1")):
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"the optimizer's {name} is {value}, but it has to be a positive number; give one.")
+                flag = name.replace("_", "-")
+                raise UserError(f"--optimizer.{flag} is {value}: give a positive number, such as {example}")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"the optimizer's betas are {self.betas}, but each has to be at least 0 and below 1.")
+            raise UserError(f"--optimizer.betas is {self.betas}: give two numbers from 0 to below 1")
         if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"the optimizer's weight_decay is {self.weight_decay}: give a number, 0 or more.")
+            raise UserError(f"--optimizer.weight-decay is {self.weight_decay}: give 0 or more")
 
     def start(self, parameters: Sequence[Parameter], heads: Sequence[Parameter] = ()) -> Optimizer:
         """Returns an optimizer of `parameters`, of which `heads` (some of them) have a group and a learning rate of
