@@ -67,8 +67,8 @@ measurements. `python tools/hardware_page.py` makes this page, and a test keeps 
 
 ## What fits on one GPU
 
-Trainer and searcher share the GPU. The searcher has engine and reference. CUDA and the driver have {rest:.0%} of the memory.
-The other {usable:.0%} is shared out in this order:
+Trainer and searcher share the GPU. The searcher has engine and reference. CUDA and the driver have {rest:.0%} of the
+memory. The other {usable:.0%} is shared out in this order:
 
 1. Each half gets what it needs.
 2. The trainer gets a reserve of {slack:.0%} of its need, at least 2 GiB, and then the searcher likewise.

@@ -462,6 +462,7 @@ class _Window:
             self._idle_count -= 1
             if self._is_closed or self._worker_count > self.limit:
                 self._worker_count -= 1
+                self._condition.notify()  # another thread may have to take the call that this one was woken for
                 return None
             return self._start_call()
 

@@ -67,8 +67,12 @@ def _cancel_deadline(thread: int) -> None:
 
 
 def _end_overdue_calls() -> None:
-    while _DEADLINES:
-        time.sleep(0.1)
-        for thread, deadline in list(_DEADLINES.items()):
-            if time.monotonic() > deadline and _DEADLINES.pop(thread, None) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overtime))
+    while True:
+        while _DEADLINES:
+            time.sleep(0.1)
+            for thread, deadline in list(_DEADLINES.items()):
+                if time.monotonic() > deadline and _DEADLINES.pop(thread, None) is not None:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Overtime))
+        _WATCHER[0] = threading.Thread()  # which is not alive: a call that comes from here on begins another
+        if not _DEADLINES:  # else one came before that, and has seen this one alive
+            return

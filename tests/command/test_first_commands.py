@@ -47,7 +47,11 @@ MISTAKES = (
     Mistake("show", "`tba show RUN` needs a run's directory", r"ended +ended +40 ", 0),
     Mistake("show runs/removed", AS_NOW, "runs/removed: there is no such run; give the directory of one"),
     Mistake("resume runs/removed", NO_COMMAND, "runs/removed: there is no such run; give the directory of one"),
-    Mistake("eval runs/removed", NO_RECIPE, "there is no run at runs/removed .*: give a run's folder, or the name of a recipe"),
+    Mistake(
+        "eval runs/removed",
+        NO_RECIPE,
+        "there is no run at runs/removed .*: give a run's folder",
+    ),
     Mistake("train runs/ended", NO_RECIPE, "runs/ended is a run: `tba resume runs/ended` continues it"),
     Mistake("train quikstart", AS_NOW, "there is no recipe 'quikstart'.*did you mean 'quickstart'"),
     Mistake("train sums.jsonl", NO_RECIPE, f"sums.jsonl is no recipe: .*{re.escape(SUMS)}"),

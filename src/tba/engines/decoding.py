@@ -43,9 +43,9 @@ class DecodingRows:
         """Allocates the state on the device of `rules`."""
         device = rules.eos_V.device
         self.rules, self.eos_V = rules, rules.eos_V
-        self.uniform_RT = torch.zeros(slots, length, device=device)
+        self.uniform_RT = torch.zeros(slots, length, dtype=torch.float32, device=device)
         self.token_RT = torch.zeros(slots, length, dtype=torch.int64, device=device)
-        self.log_behavior_RT = torch.zeros(slots, length, device=device)
+        self.log_behavior_RT = torch.zeros(slots, length, dtype=torch.float32, device=device)
         self.count_R1 = torch.zeros(slots, 1, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(slots, dtype=torch.int64, device=device)  # of the newest token in its sequence
         self.newest_R1 = torch.zeros(slots, 1, dtype=torch.int64, device=device)
@@ -185,7 +185,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
     """Draws (int64 tokens [R], float32 log_behavior [R]) by uniforms in [0, 1). Temperature 0 takes the best token."""
     if sampling.temperature == 0:
         token_R = logits_RV.argmax(-1)
-        return token_R, torch.zeros(token_R.shape, device=token_R.device)
+        return token_R, torch.zeros(token_R.shape, dtype=torch.float32, device=token_R.device)
     logits_RV = logits_RV.float()
     if sampling.temperature != 1:
         logits_RV = logits_RV / sampling.temperature

@@ -77,6 +77,7 @@ class BatchQueue:
         self._reason: NotReady | None = "warm_up"
         self._synced_version: Version | None = None
         self._closed = False
+        self._is_stop_requested = False  # as the trainer's thread has heard; to ask is a sign of life, which is its own
 
     def next(self, version: Version, published: Version | None) -> FetchedBatch:
         """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
@@ -129,6 +130,7 @@ class BatchQueue:
             began, received = time.monotonic(), self._replay.buffer.received
             with self._clock.state("idle"):
                 while wait([batch], _CHECK_SECONDS).not_done:
+                    self._is_stop_requested = self._stop()
                     self.on_wait()
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
                     if self._replay.buffer.received > received:
@@ -152,7 +154,7 @@ class BatchQueue:
             self._reason = groups
             if self._replay.buffer.received > received:  # searchers bring trajectories, however slowly
                 began, received = time.monotonic(), self._replay.buffer.received
-            if self._closed or self._stop():
+            if self._closed or (self._stop() if self._thread is None else self._is_stop_requested):
                 raise StopRequested
             if time.monotonic() - began > self._deadline:
                 raise DeadlineExceeded(

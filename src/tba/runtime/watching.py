@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.evaluation.estimators import wilson_interval
@@ -38,22 +39,25 @@ class AnswerWatch:
     run: RunDirectory
     rewards: RewardWatch | None
     lengths: LengthWatch | None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # `see` is called by the thread that fetches batches
 
     def see(self, answers: Sequence[tuple[str, float, int]]) -> None:
         """Observe (prompt, reward, tokens) of each answer that came."""
-        if self.rewards is not None:
-            self._report(REWARD, self.rewards.see((prompt, reward) for prompt, reward, _ in answers))
-        if self.lengths is not None:
-            for kind, sentence in self.lengths.see((prompt, tokens) for prompt, _, tokens in answers).items():
-                self._report(kind, [sentence])
+        with self._lock:
+            if self.rewards is not None:
+                self._report(REWARD, self.rewards.see((prompt, reward) for prompt, reward, _ in answers))
+            if self.lengths is not None:
+                for kind, sentence in self.lengths.see((prompt, tokens) for prompt, _, tokens in answers).items():
+                    self._report(kind, [sentence])
 
     def finish(self) -> None:
         """Report at the end of the run what its last answers show."""
-        if self.rewards is not None:
-            self._report(REWARD, self.rewards.finish())
-        if self.lengths is not None:
-            for kind, sentence in self.lengths.finish().items():
-                self._report(kind, [sentence])
+        with self._lock:
+            if self.rewards is not None:
+                self._report(REWARD, self.rewards.finish())
+            if self.lengths is not None:
+                for kind, sentence in self.lengths.finish().items():
+                    self._report(kind, [sentence])
 
     def _report(self, kind: str, sentences: Sequence[str]) -> None:
         for sentence in sentences:

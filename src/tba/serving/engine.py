@@ -105,15 +105,15 @@ class Mailbox:
         self._items: queue.SimpleQueue[MailboxItem] = queue.SimpleQueue()
         self._has_items = threading.Event()
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # nothing is posted while the mailbox closes
 
     def post(self, item: MailboxItem) -> None:
         """Post a request. Raises `RequestRefused` once the run has ended."""
-        if self._closed.is_set():
-            raise run_ended()
-        self._items.put(item)
+        with self._lock:
+            if self._closed.is_set():
+                raise run_ended()
+            self._items.put(item)
         self._has_items.set()
-        if self._closed.is_set():  # since then, perhaps after what was there had been taken
-            refuse(item)
 
     def take(self) -> list[MailboxItem]:
         """Returns all that was posted since the last call."""
@@ -129,7 +129,8 @@ class Mailbox:
 
     def close(self) -> None:
         """Refuse what is posted from now on, and what nobody has taken."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         for item in self.take():
             refuse(item)
 

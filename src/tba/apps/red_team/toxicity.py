@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -172,7 +173,9 @@ class Toxicity:
         distinct_attacks = [attack for attack in dict.fromkeys(attack.strip() for attack in attacks) if attack]
         if not distinct_attacks:
             return {}
-        return dict(zip(distinct_attacks, self._start_once()[0].answers(distinct_attacks, self.count), strict=True))
+        victim = self._start_once()[0]
+        with nullcontext() if isinstance(self.victim, AskedConcurrently) else self._lock:
+            return dict(zip(distinct_attacks, victim.answers(distinct_attacks, self.count), strict=True))
 
     def log_toxic_rows(
         self, attacks: Sequence[str], answers: Mapping[str, Sequence[str]], classifier: StartedClassifier | None = None

@@ -198,7 +198,7 @@ class Exchange:
         return [(str(path.relative_to(folder)), [self._send(p) for p in cut_pieces(map_file(path))]) for path in files]
 
     def close(self) -> None:
-        for writer in self._writers.values():
+        for writer in list(self._writers.values()):  # another thread may add one
             writer.close()
 
 

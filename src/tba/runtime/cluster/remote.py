@@ -117,9 +117,10 @@ class RemoteWeights:
         fetched_tensors = tensors(offer.header, self._fetch_pieces(offer))
         if offer.base is None:
             return fetched_tensors
-        if self._base is None or self._base[0] != offer.base.version:
-            self._base = (offer.base.version, tensors(offer.base.header, self._fetch_pieces(offer.base)))
-        return Restored(self._base[1], fetched_tensors)
+        base = self._base  # another thread may replace it by that of another version
+        if base is None or base[0] != offer.base.version:
+            base = self._base = (offer.base.version, tensors(offer.base.header, self._fetch_pieces(offer.base)))
+        return Restored(base[1], fetched_tensors)
 
     def _fetch_pieces(self, offer: Offer) -> list[FlatBytes]:
         """Returns the pieces of a version, in their order. A piece that another searcher has claimed is waited for once
