@@ -405,8 +405,8 @@ def answers_to_score(answered_prompts: Sequence[AnsweredPrompt]) -> Batch:
         completion_BT=torch.from_numpy(completion_BT),
         length_B=torch.from_numpy(length_B),
         mask_BT=torch.from_numpy(mask_BT),
-        log_reference_BT=torch.zeros(completion_BT.shape),
-        reward_B=torch.zeros(len(completions)),
+        log_reference_BT=torch.zeros(completion_BT.shape, dtype=torch.float32),
+        reward_B=torch.zeros(len(completions), dtype=torch.float32),
         group_B=torch.from_numpy(np.repeat(np.arange(len(answered_prompts)), [len(c) for _, c in answered_prompts])),
         segment_start_BL=segment_starts(completions),
     )

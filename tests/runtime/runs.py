@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -10,10 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -91,6 +94,9 @@ def train(path: Path, *arguments: str) -> Command:
     return command("train", str(TOY), "--runs", str(path.parent), "--run-name", path.name, *arguments)
 
 
+_commands: list[Command] = []
+
+
 @dataclass
 class Command:
     """A command in a process of its own, the way `subprocess.Popen` has it."""
@@ -113,6 +119,15 @@ class Command:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def describe(self) -> str:
+        """Its exit code and what it has complained of, with the stacks of its threads if it lives."""
+        code = self.poll()
+        if code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+            threading.Event().wait(0.5)
+        return f"process {self.pid}, exit code {code}: {os.pread(self.err, 20_000, 0).decode(errors='replace')}"
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """What it has printed and what it has complained of, once it has ended."""
         until(lambda: self.poll() is not None, timeout, "the command to end")
@@ -134,20 +149,26 @@ def command(*arguments: str, out: int | None = None, program: Callable[[Sequence
         for place, file in ((1, out), (2, err)):
             os.dup2(file, place)
         sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)  # as `until` asks for
         tba.runtime.local.forkserver._forkserver = None  # it makes one of its own
         code = program(arguments)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    return Command(forked(act), out, err)
+    made_command = Command(forked(act), out, err)
+    _commands.append(made_command)
+    return made_command
 
 
 def until(condition: Callable[[], Any], seconds: float, purpose: str) -> Any:
-    """What `condition` gives once that is true; fails when it has not become so in time."""
+    """What `condition` gives once that is true; fails when it has not become so in time, and says what the commands
+    that were started last have complained of, and where those that live are.
+    """
     pause, limit = threading.Event(), time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < limit, f"waited {seconds} s for {purpose}"
+        if time.monotonic() > limit:
+            pytest.fail(f"waited {seconds} s for {purpose}\n" + "\n".join(c.describe() for c in _commands[-3:]))
         pause.wait(0.02)
     return result
 

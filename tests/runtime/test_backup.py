@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,29 @@ def test_a_checkpoint_with_a_damaged_manifest_ends_no_backups(run: Path, tmp_pat
     assert [name[: name.rindex("-")] for name in backup.checkpoints] == ["step-20"]
 
 
+def test_a_checkpoint_without_a_manifest_ends_no_backups(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / "step-40" / "run.json").unlink()
+    backup = writer_of(run, tmp_path / "shared").back_up()
+    assert [name[: name.rindex("-")] for name in backup.checkpoints] == ["step-20"]
+
+
+def test_a_checkpoint_that_is_damaged_after_a_backup_leaves_its_sound_copy(run: Path, tmp_path: Path) -> None:
+    writer, file = writer_of(run, tmp_path / "shared"), run / "checkpoints" / "step-40" / "run.json"
+    shutil.rmtree(run / "checkpoints" / "step-20")
+    (name,) = writer.back_up().checkpoints
+    file.write_bytes(file.read_bytes()[:100])
+    assert writer.back_up().checkpoints == (name,)
+    file.unlink()
+    assert writer.back_up().checkpoints == (name,)
+
+
+def test_a_reference_that_only_an_earlier_backup_had_does_not_count(run: Path, tmp_path: Path) -> None:
+    writer = writer_of(run, tmp_path / "shared")
+    assert len(writer.back_up().checkpoints) == 2
+    WeightDirectory(run / "weights").unpin(Version(0, 15), PIN_REASON)
+    assert [name[: name.rindex("-")] for name in writer.back_up().checkpoints] == ["step-40"]
+
+
 def test_a_checkpoint_of_before_there_were_resets_is_backed_up(run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / "step-20" / "run.json"
     manifest = json.loads(file.read_text())
@@ -282,8 +306,10 @@ def test_a_cluster_needs_an_absolute_path_of_a_backup(run: Path) -> None:
 def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "shared"
     thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)
-    shutil.rmtree(place / "run")
-    (place / "run").touch()
+    while not (place / "run").is_file():  # the thread may make the folder again at any moment
+        (place / "run").rename(tmp_path / f"removed-{len(list(tmp_path.iterdir()))}")
+        with suppress(FileExistsError):
+            (place / "run").touch(exist_ok=False)
     until(lambda: read_faults(run), SECONDS, "a fault")
     thread.close()
     assert [fault["kind"] for fault in read_faults(run)].count("backup_failures") == 1

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import SECONDS, Command, children, command, made, steps_of, train, until
+from runs import SECONDS, TASK, Command, children, command, made, steps_of, train, until
 
 from tba.__main__ import main
+from tba.command.search import _search
+from tba.protocols import Manifest
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
+from tba.record.terminal import terminal
 from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.runtime.elastic import FIRST_NUMBER, JoinedSearchers, join_run
+from tba.runtime.searcher_loop import SearcherLoop, start_searching
+from tba.types import Version
+from tba.weights.directory import WeightDirectory
+from toy.policy import TabularPolicy
 
 
 def search(path: Path) -> Command:
@@ -125,3 +135,38 @@ def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pyt
     assert main(["search", "--run", str(tmp_path / "nothing")]) == 2
     assert main(["search"]) == 2
     assert main(["search", "--run", str(run.path), "--steps", "3"]) == 2
+
+
+def test_who_joined_waits_where_the_trainer_is_done_and_goes_on_for_one_that_is_restarted(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", "--evaluation.problems", "1", "--replay.pacing.warm-up", "0")
+    waits, loops, weights = threading.Semaphore(0), list[SearcherLoop](), WeightDirectory(run.weights)
+    tensors = TabularPolicy(TASK).weights()
+
+    def start(log: Path) -> SearcherLoop:
+        loop = start_searching(recipe, run, place.number, 0, place.stop, False)
+        drain = loop.searcher.drain
+
+        def drain_and_tell(stop: bool = False) -> None:
+            drain(stop)
+            waits.release()
+
+        loop.searcher.drain = drain_and_tell  # type: ignore[method-assign]
+        loops.append(loop)
+        return loop
+
+    def restart_trainer() -> None:
+        for _ in range(2):
+            assert waits.acquire(timeout=SECONDS)
+        weights.publish(tensors, Version(1, 4), Manifest())
+        until(lambda: loops[0].searcher.rounds, SECONDS, "another round")
+        (run.path / "logs" / "ending").write_text("")
+
+    weights.publish(tensors, Version(0, 6), Manifest(stop=True))
+    JournalWriter(run.journal(recipe), "x").close()
+    with run.hold_lock(SECONDS), join_run(run, replace(recipe, runtime="processes"), lambda: False) as place:
+        trainer = threading.Thread(target=restart_trainer)
+        trainer.start()
+        _search(place, recipe, run, start, terminal(), None)
+        trainer.join(SECONDS)
+    assert loops[0].searcher.rounds > 0
+    assert place.reason == "the run ended"

@@ -46,10 +46,11 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import JournalCounts
 from tba.rollout.exploration import Fixed
 from tba.runtime.checkpointing import LoopState, generators, set_generators
+from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.inline import Inline
 from tba.runtime.run_directory import RunDirectory
 from tba.runtime.run_lock import driver_lives
-from tba.runtime.searcher_loop import start_searching
+from tba.runtime.searcher_loop import run_searcher, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.tasks.arithmetic import Arithmetic
 from tba.training.checkpoint import Checkpoint, newest_checkpoint, newest_sound_checkpoint
@@ -271,6 +272,46 @@ def test_an_evaluation_that_the_resumed_trainer_has_forgotten_does_not_end_the_s
         search.evaluate()
         assert {evaluation.version for evaluation in read_evaluations(run.path)} == {Version(), Version(1, 3)}
         resumed[0].close()
+
+
+def test_the_last_version_of_a_restarted_trainer_is_evaluated(tmp_path: Path, monkeypatch: Any) -> None:
+    """The only searcher evaluates the last version of a trainer that has died, while the next trainer ends the run."""
+    recipe, run = made(
+        tmp_path / "run",
+        *("--steps", "6", "--sync-every", "1", "--replay.pacing.warm-up", "0"),
+        *("--evaluation.every", "3", "--evaluation.problems", "4"),
+    )
+    search = start_searching(recipe, run, 0)
+
+    def trained(trainer: TrainerLoop, steps: int) -> TrainerLoop:
+        trainer.batches.fill = search.searcher.round
+        for _ in range(steps):
+            trainer.step()
+        return trainer
+
+    killed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 0)
+    search.evaluate()
+    trained(killed, 4).checkpoint()
+    search.evaluate()
+    trained(killed, 2)
+    assert search.newest_manifest().stop
+    evaluate, awaited_versions = search.examiner.evaluate, []
+
+    def evaluate_meanwhile(*arguments: Any) -> None:
+        evaluate(*arguments)
+        if not awaited_versions:
+            for part in (killed.weights, killed.journal, killed.recorder):
+                part.close()
+            run.begin_again("trainer was killed by signal 9")
+            resumed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 2)
+            resumed.finish()
+            awaited_versions.extend(resumed.result().awaited_evaluations)
+            resumed.close()
+
+    monkeypatch.setattr(search.examiner, "evaluate", evaluate_meanwhile)
+    run_searcher(recipe, lambda: search, lambda: False)
+    assert awaited_versions == [Version(1, 6)]
+    assert evaluated_to_the_end(run.path, 6, awaited_versions)
 
 
 def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrives(tmp_path: Path) -> None:
@@ -504,7 +545,6 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
 
 
 def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_path: Path) -> None:
-    from tba.runtime.searcher_loop import start_searching
 
     recipe, run = made(tmp_path / "run", *RUN, "--steps", "9", "--sync-every", "1")
     search = start_searching(recipe, run, 0)

@@ -205,7 +205,8 @@ def test_a_searcher_that_ends_for_a_trainer_that_has_died_meanwhile_is_started_a
     story.searchers[0].code, story.trainer.code = 0, -9
     assert story.driver._restart_trainer(story.trainer, story.searchers)
     story.searchers[1].code = 0
-    story.driver._start_misled(story.searchers)
+    is_stopped = iter((False, True))
+    story.driver._train(story.trainer, story.searchers, lambda: next(is_stopped))
     assert [searcher.code for searcher in story.searchers] == [None, None]
     weights.publish(tensors, Version(1, 7), Manifest())
     story.searchers[0].code = 0

@@ -85,10 +85,10 @@ def test_a_checkpoint_is_a_hugging_face_model_with_its_tokenizer(tmp_path: Path)
 def test_the_newest_versions_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path)
     (tmp_path / ".writing-step-1-0123456789ab").mkdir()
-    for incarnation, step in ((0, 100), (0, 120), (1, 90)):  # resumed from a step before 90
+    for incarnation, step in ((0, 80), (0, 100), (1, 90)):  # resumed from step 80, because the newest was damaged
         trainer.version = Version(incarnation, step)
         save(trainer, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-120", "step-90"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-80", "step-90"]
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.version == Version(1, 90)

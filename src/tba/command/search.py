@@ -33,7 +33,14 @@ from tba.runtime.cluster.remote import Visit, connect_via, reachable_directory
 from tba.runtime.elastic import INTERRUPTED, LocalMembership, join_run
 from tba.runtime.program import require_same_version, version
 from tba.runtime.run_directory import RunDirectory
-from tba.runtime.searcher_loop import NICENESS, AnswersFromElsewhere, SearcherLoop, searcher_loop_at, start_searching
+from tba.runtime.searcher_loop import (
+    NICENESS,
+    POLL_SECONDS,
+    AnswersFromElsewhere,
+    SearcherLoop,
+    searcher_loop_at,
+    start_searching,
+)
 from tba.runtime.stop_requests import stop_requests
 
 log = logging.getLogger("tba.searcher")
@@ -208,7 +215,13 @@ def _search(
         reason = None
         try:
             with opened_service:
-                while not place.stop() and not loop.newest_manifest().stop:
+                while not place.stop():
+                    if loop.newest_manifest().stop:
+                        if service is not None:  # those who call it are told at once
+                            break
+                        loop.searcher.drain(stop=True)  # the run ends, unless this trainer dies and is restarted
+                        time.sleep(POLL_SECONDS)
+                        continue
                     if service is not None and (reason := service.reason_to_leave()) is not None:
                         break
                     make_round()

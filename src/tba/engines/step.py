@@ -113,7 +113,7 @@ class Step:
         self._captured_steps: dict[tuple[int, int], _CapturedStep] = {}  # by rows and width
         self.fault = ""  # why steps are no longer captured
         self._is_compared = True
-        self._temperature = torch.ones((), device=rows.eos_V.device)
+        self._temperature = torch.ones((), dtype=torch.float32, device=rows.eos_V.device)
         self._graph_temperature = 1.0  # what `_temperature` holds
 
     @property

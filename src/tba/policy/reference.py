@@ -118,6 +118,8 @@ class FrozenReference:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         switch_adapters(self._policy.model, enabled=True)
+        if self._stream is not None:  # the weights may be a trainer's, whose update is not over
+            self._stream.wait_stream(torch.cuda.current_stream(self._policy.model.device))
         with self._stream_context():  # with what it scores
             self._policy.load(weights)
         self._version = version

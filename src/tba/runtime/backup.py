@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,7 +230,7 @@ class BackupWriter:
         weight_files = self._copy_references()  # before the checkpoints made under them, and those that came meanwhile
         checkpoints = self._copy_checkpoints()
         weight_files |= self._copy_references()
-        checkpoints = tuple(name for name in checkpoints if self._has_reference(name))
+        checkpoints = self._sound_copies(checkpoints, () if previous is None else previous.checkpoints, weight_files)
         increment, end, increments = self._copy_increment(number, previous)
         backup = Backup(began, number, self._name, end, (*increments, increment), checkpoints)
         self._copy_records(backup.state)
@@ -260,18 +260,28 @@ class BackupWriter:
                         shutil.copytree(path, temporary, dirs_exist_ok=True)
                 names.append(name)
             except (FileNotFoundError, shutil.Error):  # copytree raises the latter, for whatever it could not copy
-                if path.exists():
+                if (path / RUN).exists():
                     raise
-                # it was deleted meanwhile: a newer one took its place
+                # it was deleted meanwhile, because a newer one took its place, or its manifest is missing
         return tuple(names)
 
-    def _has_reference(self, name: str) -> bool:
-        """Returns whether the reference that a copied checkpoint was made under has been copied, too: a run may have
-        made a checkpoint and deleted it, and unpinned its reference, between two looks at its folder. A damaged
-        checkpoint has none.
+    def _sound_copies(
+        self, names: Sequence[str], earlier_names: Sequence[str], weight_files: Collection[str]
+    ) -> tuple[str, ...]:
+        """Returns the copies of checkpoints that have a manifest and the reference that they were made under: a run may
+        have made a checkpoint and deleted it, and unpinned its reference, between two looks at its folder. The place of
+        one that lacks either is taken by its copy of the backup before.
         """
-        reference = checkpoint_reference(self._place / "checkpoints" / name)
-        return reference == Version() or (self._place / "weights" / f"{reference}{MANIFEST}").exists()
+
+        def is_sound(name: str) -> bool:
+            reference = checkpoint_reference(self._place / "checkpoints" / name)
+            return reference == Version() or f"{reference}{MANIFEST}" in weight_files
+
+        sound_names = [name for name in names if is_sound(name)]
+        missing_steps = {path.name for path, _ in checkpoints_in(self._run.checkpoints)}
+        missing_steps -= {name.rpartition("-")[0] for name in sound_names}
+        kept_names = [n for n in earlier_names if n.rpartition("-")[0] in missing_steps and is_sound(n)]
+        return (*sound_names, *kept_names)
 
     def _copy_references(self) -> set[str]:
         """Copy the versions of the weights that are a reference, and their bases; returns the names of their files."""

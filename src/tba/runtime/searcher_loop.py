@@ -46,7 +46,7 @@ log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
 DRAWING_SOURCES = (UniformPrompts, PosteriorPrompts)  # sources of prompts that draw them
-_POLL_SECONDS = 0.1  # between two polls for weights to evaluate, where that is all there is to do
+POLL_SECONDS = 0.1  # between two polls for weights to evaluate, where that is all there is to do
 _PAUSE_SECONDS = 0.05  # between two checks whether more is wanted
 LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same: it never waits for ever
 
@@ -58,7 +58,7 @@ def run_searcher(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callab
     try:
         while not stop() and not loop.evaluate(None if recipe.only_evaluates else loop.round_between):
             if recipe.only_evaluates:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             else:
                 loop.round()
         loop.searcher.drain(stop=True)
@@ -107,7 +107,7 @@ class SearcherLoop:
         manifest = self.newest_manifest()
         before = partial(self.searcher.drain, stop=True) if manifest.stop else self.searcher.free_engine
         self.examiner.evaluate_requests(manifest.evaluate, before, between)
-        return manifest.stop
+        return manifest.stop and self.newest_manifest() == manifest  # else a trainer sent it that has died since
 
     def newest_manifest(self) -> Manifest:
         """Returns the manifest of the newest weights; empty where they were sent by a trainer that is gone."""

@@ -108,7 +108,7 @@ def save_checkpoint(
     pinned_versions: Collection[Version] = (),
 ) -> Checkpoint:
     """Write `folder`/step-N, and delete all but the newest `keep` and those of `pinned_versions`; one of the same step
-    is replaced.
+    is replaced, and those of later steps, which a resume has passed over as damaged, are deleted first.
 
     `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold;
     `heads` are the policy's, which the model's own files have no place for. Raises `UserError` when `keep` is less than
@@ -132,8 +132,8 @@ def save_checkpoint(
         (temporary / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
-    for old_path, version in checkpoints_in(folder)[:-keep]:
-        if version not in pinned_versions:
+    for old_path, old_version in sorted(checkpoints_in(folder), key=lambda c: c[1].step <= version.step)[:-keep]:
+        if old_version not in pinned_versions:
             remove_folder(old_path)
     return Checkpoint.load(path)
 

@@ -75,7 +75,11 @@ def _backward_whole(
 def _backward_by_groups(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], observe: Observer
 ) -> tuple[Tensor, Measured]:
-    total_loss, metric_means, entropy_sums = torch.zeros(()), defaultdict[str, float | Tensor](float), list[Tensor]()
+    total_loss, metric_means, entropy_sums = (
+        torch.zeros((), dtype=torch.float32),
+        defaultdict[str, float | Tensor](float),
+        list[Tensor](),
+    )
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows

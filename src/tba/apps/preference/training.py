@@ -101,7 +101,7 @@ def _accumulate(
         loss.backward()
         return loss.item()
     with torch.no_grad():
-        score_N = torch.zeros(len(local_texts))
+        score_N = torch.zeros(len(local_texts), dtype=torch.float32)
         for part in passes:
             score_N[part] = scorer.scores([local_texts[i] for i in part]).cpu()
     score_N.requires_grad_()

@@ -14,6 +14,7 @@ seconds is taken for dead.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -98,6 +99,7 @@ class RemoteWeights:
         """Returns exactly that version. Raises `UserError` when it is not (or no longer) there."""
         offer = self._contact.call("at", version)
         if offer is None:
+            self._polled_at = -math.inf  # what is remembered as the newest may be older than that
             raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
         return self._as_published(offer)
 

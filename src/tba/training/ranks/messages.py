@@ -155,7 +155,7 @@ class Ranks:
     def receive(self, shapes: Sequence[Sequence[int]], sender: int) -> list[Tensor]:
         """Receive tensors that `send` sent, on this rank's device."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = torch.empty(sum(sizes))
+        flat = torch.empty(sum(sizes), dtype=torch.float32)
         with self._translate_errors(f"for rank {sender}", self.step):
             dist.recv(flat, sender, self._step_group)
         parts = zip(flat.to(self.device).split(sizes), shapes, strict=True)

@@ -122,7 +122,7 @@ class Rank0Policy:
         shares, output, batch_outputs = self._evaluate_shares("evaluate", self.local_policy, batch)
         if not torch.is_grad_enabled():
             return _to_output(batch_outputs, output)
-        entropy_B = torch.full((batch.rows,), torch.nan, device=self.ranks.device)
+        entropy_B = torch.full((batch.rows,), torch.nan, dtype=torch.float32, device=self.ranks.device)
 
         def backpropagate(gradients: Sequence[Tensor]) -> None:
             self._backpropagate(batch, shares, output, gradients)
