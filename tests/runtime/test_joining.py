@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import Counter
@@ -137,7 +138,10 @@ def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pyt
     assert main(["search", "--run", str(run.path), "--steps", "3"]) == 2
 
 
-def test_who_joined_waits_where_the_trainer_is_done_and_goes_on_for_one_that_is_restarted(tmp_path: Path) -> None:
+def test_who_joined_waits_where_the_trainer_is_done_and_goes_on_for_one_that_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda increment: increment)  # the tests go on in this process
     recipe, run = made(tmp_path / "run", "--evaluation.problems", "1", "--replay.pacing.warm-up", "0")
     waits, loops, weights = threading.Semaphore(0), list[SearcherLoop](), WeightDirectory(run.weights)
     tensors = TabularPolicy(TASK).weights()
