@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -289,11 +289,10 @@ def test_a_trainer_that_is_restarted_waits_for_a_backup_folder_that_is_out_of_re
     place.touch()
     with pytest.raises(UserError, match="cannot be made"):
         BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)
-    thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01, is_restarted=True)
-    until(lambda: read_faults(run), SECONDS, "a fault")
-    place.unlink()
-    until(lambda: Backup.read(place / "run"), SECONDS, "a backup")
-    thread.close()
+    with closing(BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01, is_restarted=True)):
+        until(lambda: read_faults(run), SECONDS, "a fault")
+        place.unlink()
+        until(lambda: Backup.read(place / "run"), SECONDS, "a backup")
 
 
 def test_a_cluster_needs_an_absolute_path_of_a_backup(run: Path) -> None:
@@ -305,11 +304,10 @@ def test_a_cluster_needs_an_absolute_path_of_a_backup(run: Path) -> None:
 
 def test_a_backup_that_fails_is_recorded_once_and_the_run_goes_on(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "shared"
-    thread = BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)
-    while not (place / "run").is_file():  # the thread may make the folder again at any moment
-        (place / "run").rename(tmp_path / f"removed-{len(list(tmp_path.iterdir()))}")
-        with suppress(FileExistsError):
-            (place / "run").touch(exist_ok=False)
-    until(lambda: read_faults(run), SECONDS, "a fault")
-    thread.close()
+    with closing(BackupThread(RunDirectory.open(run), run / "journal.sqlite", place, every=0.01)):
+        while not (place / "run").is_file():  # the thread may make the folder again at any moment
+            (place / "run").rename(tmp_path / f"removed-{len(list(tmp_path.iterdir()))}")
+            with suppress(FileExistsError):
+                (place / "run").touch(exist_ok=False)
+        until(lambda: read_faults(run), SECONDS, "a fault")
     assert [fault["kind"] for fault in read_faults(run)].count("backup_failures") == 1
