@@ -154,7 +154,7 @@ def test_who_joined_waits_where_the_trainer_is_done_and_goes_on_for_one_that_is_
             drain(stop)
             waits.release()
 
-        loop.searcher.drain = drain_and_tell  # type: ignore[method-assign]
+        loop.searcher.drain = drain_and_tell
         loops.append(loop)
         return loop
 

@@ -237,81 +237,83 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_counts_as_older_than_al
     assert_whole(path, inline_again(path, exploration=exploration), uids_before)
 
 
+class Halves:
+    """A searcher, and a trainer that can be killed and resumes. Every third step is evaluated."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        quick = (
+            "--sync-every",
+            "1",
+            "--replay.pacing.warm-up",
+            "0",
+            "--evaluation.every",
+            "3",
+            "--evaluation.problems",
+            "4",
+        )
+        self.recipe, self.run = made(path, "--steps", str(steps), *quick)
+        self.search = start_searching(self.recipe, self.run, 0)
+        self.train = start_training(self.recipe, self.run, stop=lambda: False, prefetch=False)
+        self.search.evaluate()
+
+    def make_steps(self, count: int) -> None:
+        self.train.batches.fill = self.search.searcher.round
+        for _ in range(count):
+            self.train.step()
+
+    def kill_and_resume(self) -> None:
+        for part in (self.train.weights, self.train.journal, self.train.recorder):
+            part.close()
+        self.run.begin_again("trainer was killed by signal 9")
+        self.train = start_training(self.recipe, self.run, stop=lambda: False, prefetch=False)
+
+
 def test_an_evaluation_that_the_resumed_trainer_has_forgotten_does_not_end_the_searcher(tmp_path: Path) -> None:
-    recipe, run = made(
-        tmp_path / "run",
-        *("--steps", "100", "--sync-every", "1", "--replay.pacing.warm-up", "0"),
-        *("--evaluation.every", "3", "--evaluation.problems", "4"),
-    )
-    with closing(start_searching(recipe, run, 0)) as search:
+    halves = Halves(tmp_path / "run", steps=100)
+    search = halves.search
+    halves.make_steps(2)
+    halves.train.checkpoint()
+    halves.make_steps(1)
+    assert Version(0, 3) in {request.version for request in search.newest_manifest().evaluate}
 
-        def trained(trainer: TrainerLoop, steps: int) -> TrainerLoop:
-            trainer.batches.fill = search.searcher.round
-            for _ in range(steps):
-                trainer.step()
-            return trainer
+    def resume_between_chunks() -> None:
+        if not halves.run.incarnation:
+            halves.kill_and_resume()
+            halves.make_steps(2)
+        search.searcher.round()
+        search.searcher.free_engine()
 
-        killed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 0)
-        search.evaluate()
-        trained(killed, 2).checkpoint()
-        trained(killed, 1)
-        assert Version(0, 3) in {request.version for request in search.newest_manifest().evaluate}
-        resumed: list[TrainerLoop] = []
-
-        def resume_between_chunks() -> None:
-            if not resumed:
-                for part in (killed.weights, killed.journal, killed.recorder):
-                    part.close()
-                run.begin_again("trainer was killed by signal 9")
-                resumed.append(trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 2))
-            search.searcher.round()
-            search.searcher.free_engine()
-
+    with closing(search):
         search.evaluate(resume_between_chunks)
-        assert Version(0, 3) not in WeightDirectory(run.weights).versions()
+        assert Version(0, 3) not in WeightDirectory(halves.run.weights).versions()
         search.evaluate()
-        assert {evaluation.version for evaluation in read_evaluations(run.path)} == {Version(), Version(1, 3)}
-        resumed[0].close()
+    assert {evaluation.version for evaluation in read_evaluations(halves.run.path)} == {Version(), Version(1, 3)}
+    halves.train.close()
 
 
 def test_the_last_version_of_a_restarted_trainer_is_evaluated(tmp_path: Path, monkeypatch: Any) -> None:
     """The only searcher evaluates the last version of a trainer that has died, while the next trainer ends the run."""
-    recipe, run = made(
-        tmp_path / "run",
-        *("--steps", "6", "--sync-every", "1", "--replay.pacing.warm-up", "0"),
-        *("--evaluation.every", "3", "--evaluation.problems", "4"),
-    )
-    search = start_searching(recipe, run, 0)
-
-    def trained(trainer: TrainerLoop, steps: int) -> TrainerLoop:
-        trainer.batches.fill = search.searcher.round
-        for _ in range(steps):
-            trainer.step()
-        return trainer
-
-    killed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 0)
+    halves = Halves(tmp_path / "run", steps=6)
+    search, evaluate, awaited_versions = halves.search, halves.search.examiner.evaluate, []
+    halves.make_steps(4)
+    halves.train.checkpoint()
     search.evaluate()
-    trained(killed, 4).checkpoint()
-    search.evaluate()
-    trained(killed, 2)
+    halves.make_steps(2)
     assert search.newest_manifest().stop
-    evaluate, awaited_versions = search.examiner.evaluate, []
 
     def evaluate_meanwhile(*arguments: Any) -> None:
         evaluate(*arguments)
-        if not awaited_versions:
-            for part in (killed.weights, killed.journal, killed.recorder):
-                part.close()
-            run.begin_again("trainer was killed by signal 9")
-            resumed = trained(start_training(recipe, run, stop=lambda: False, prefetch=False), 2)
-            resumed.finish()
-            awaited_versions.extend(resumed.result().awaited_evaluations)
-            resumed.close()
+        if not halves.run.incarnation:
+            halves.kill_and_resume()
+            halves.make_steps(2)
+            halves.train.finish()
+            awaited_versions.extend(halves.train.result().awaited_evaluations)
+            halves.train.close()
 
     monkeypatch.setattr(search.examiner, "evaluate", evaluate_meanwhile)
-    run_searcher(recipe, lambda: search, lambda: False)
+    run_searcher(halves.recipe, lambda: search, lambda: False)
     assert awaited_versions == [Version(1, 6)]
-    assert evaluated_to_the_end(run.path, 6, awaited_versions)
+    assert evaluated_to_the_end(halves.run.path, 6, awaited_versions)
 
 
 def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrives(tmp_path: Path) -> None:

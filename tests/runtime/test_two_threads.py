@@ -206,7 +206,7 @@ def test_changes_are_put_onto_their_own_base_though_another_thread_reads_another
             has_base.set()
             may_go_on.wait(LONG)
 
-    weights.hook = hold  # type: ignore[method-assign]
+    weights.hook = hold
     thread.start()
     assert has_base.wait(LONG)
     tensors[3] = second.read()["weight"].clone()
@@ -230,7 +230,7 @@ def test_the_gateway_closes_all_journals_though_a_guest_calls_meanwhile(tmp_path
         may_close.wait(LONG)
         close()
 
-    writer.close = slow_close  # type: ignore[method-assign]
+    writer.close = slow_close
     errors = errors_of(exchange.close)
     assert is_closing.wait(LONG)
     exchange.journal("searcher-7", "rows")
@@ -276,7 +276,7 @@ def test_a_trainer_ends_well_though_answers_to_another_prompt_come_in_its_last_m
         see(answers)
         arrived.set()
 
-    class Interrupted(list):  # type: ignore[type-arg]
+    class Interrupted(list):
         def __len__(self) -> int:  # the other thread gets its turn now
             if not arrived.is_set() and threading.current_thread() is threading.main_thread():
                 search.searcher.round()
@@ -337,7 +337,7 @@ def test_only_the_trainers_own_thread_gives_its_signs_of_life() -> None:
 def test_a_request_that_comes_while_the_mailbox_closes_is_refused_once() -> None:
     both_look = threading.Barrier(2)
 
-    class Meeting(Future):  # type: ignore[type-arg]
+    class Meeting(Future):
         def done(self) -> bool:
             is_done = super().done()
             with suppress(threading.BrokenBarrierError):
@@ -356,9 +356,9 @@ def test_a_request_that_comes_while_the_mailbox_closes_is_refused_once() -> None
         close()
         is_closed.set()
 
-    mailbox._has_items.set = tell_and_wait  # type: ignore[method-assign]
-    mailbox._closed.set = close_and_tell  # type: ignore[method-assign]
-    errors = errors_of(lambda: mailbox.post(SeatRequest(None, Meeting())))  # type: ignore[arg-type]
+    mailbox._has_items.set = tell_and_wait
+    mailbox._closed.set = close_and_tell
+    errors = errors_of(lambda: mailbox.post(SeatRequest(None, Meeting())))
     assert is_posted.wait(LONG)
     mailbox.close()
     assert errors() == []
@@ -367,7 +367,7 @@ def test_a_request_that_comes_while_the_mailbox_closes_is_refused_once() -> None
 def test_a_template_has_its_limit_though_the_watcher_of_calls_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ends, begins = threading.Event(), threading.Event()
 
-    class Deadlines(dict):  # type: ignore[type-arg]
+    class Deadlines(dict):
         def __bool__(self) -> bool:
             return len(self) > 0
 
